@@ -23,7 +23,7 @@ import report
 import lioncub_jax as lc
 from lioncub_jax.exchange import decide, layout, transform, wires
 from lioncub_jax.exchange.bits import ROW
-from lioncub_jax.exchange.layout import Bucket, Flat
+from lioncub_jax.exchange.layout import BucketLayout, Flat
 from lioncub_jax.exchange.message import pack_message, unpack_message
 from lioncub_jax.exchange.pieces import BucketPlan, WorkerPlan
 from lioncub_jax.exchange.step import Exchange
@@ -59,13 +59,13 @@ def voting(params: Any, **parts: Any) -> Candidate:
     """The whole pipeline with ``communicate`` at its head, for worker 0 of 8."""
     rest = optax.chain(optax.add_decayed_weights(1e-3), optax.scale_by_learning_rate(1e-4))
     quantizer = parts.get("quantizer", lc.quantize.sign())
-    memory = parts.get("memory", lc.momentum.nothing())
+    rule = parts.get("momentum", lc.momentum.nothing())
     decision = parts.get("decision", decide.default_for(quantizer))
     code = decision.code_of(quantizer)
     exchange = Exchange(
-        ("data",), group=(), memory=memory, code=code, decision=decision, wire=loopback()
+        ("data",), group=(), momentum_rule=rule, code=code, decision=decision, wire=loopback()
     )
-    state = lc.communicate(workers="data", memory=memory).init(params)
+    state = lc.communicate(workers="data", momentum=rule).init(params)
     leaves = jax.tree.leaves(params)
     buckets = layout.buckets(leaves, WORKERS)
     state = state._replace(error=transform.zero_errors(code, params))
@@ -93,7 +93,7 @@ def voting(params: Any, **parts: Any) -> Candidate:
     return Candidate(jax.jit(step, donate_argnums=(0, 1, 2)), state, wire_bytes(exchange, buckets))
 
 
-def wire_bytes(exchange: Exchange, buckets: Sequence[Bucket]) -> int:
+def wire_bytes(exchange: Exchange, buckets: Sequence[BucketLayout]) -> int:
     """Bytes of memory that sending and receiving touch: out, in, this owner's reply, all replies."""
     formats = [transform.format_of(exchange, bucket) for bucket in buckets]
     return 4 * sum(
@@ -118,9 +118,9 @@ def candidates(params: Any) -> dict[str, Candidate]:
     feedback = lc.quantize.error_feedback(lc.quantize.midrise(3))
     return {
         LION: plain(optax.lion(1e-4, weight_decay=1e-3), params),
-        "1-bit vote": voting(params, memory=blend),
-        "2-bit vote": voting(params, memory=blend, quantizer=lc.quantize.midrise(2)),
-        "3-bit vote": voting(params, memory=blend, quantizer=lc.quantize.midrise(3)),
+        "1-bit vote": voting(params, momentum=blend),
+        "2-bit vote": voting(params, momentum=blend, quantizer=lc.quantize.midrise(2)),
+        "3-bit vote": voting(params, momentum=blend, quantizer=lc.quantize.midrise(3)),
         "owner, 3 bits + feedback": voting(params, quantizer=feedback, decision=at_owner),
     }
 

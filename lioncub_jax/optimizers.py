@@ -167,7 +167,7 @@ def scale_by_lion_cub(
 ) -> optax.GradientTransformationExtraArgs:
     """Directions of `lion_cub` and `distributed_lion`, where ``optax.scale_by_lion`` stands in a chain.
 
-    ``communicate(memory=momentum.blend(b1, b2, mu_dtype), workers=workers, **parts)``, so that
+    ``communicate(momentum=momentum.blend(b1, b2, mu_dtype), workers=workers, **parts)``, so that
     ``decision=decide.average()`` makes it that of "Avg".
 
     Args:
@@ -191,7 +191,7 @@ def scale_by_lion_cub(
     References:
       As `lion_cub`.
     """
-    return communicate(workers=workers, memory=momentum.blend(b1, b2, mu_dtype), **parts)
+    return communicate(workers=workers, momentum=momentum.blend(b1, b2, mu_dtype), **parts)
 
 
 def owner_lion(
@@ -345,7 +345,7 @@ def owner(
     if quantizer is None:
         quantizer = quantize.error_feedback(quantize.midrise(3))
     return communicate(
-        workers=workers, memory=momentum.nothing(), quantizer=quantizer, wire=wire,
+        workers=workers, momentum=momentum.nothing(), quantizer=quantizer, wire=wire,
         decision=decide.at_owner(tx, reply), bucket_size=bucket_size,
     )  # fmt: skip
 

@@ -322,7 +322,7 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_bit(name, restored):
 
 
 # Transforms whose updates, or momenta, are sums of mean gradients but for what is still owed.
-class SumMemory(lc.momentum.Memory):
+class SumMomentum(lc.momentum.MomentumRule):
     """The momentum is the sum of gradients."""
 
     def init(self, params):
@@ -335,7 +335,7 @@ class SumMemory(lc.momentum.Memory):
         return mu + g
 
 
-SUM = SumMemory()
+SUM = SumMomentum()
 OWED = {
     "owner": lc.owner(
         optax.identity(), workers="data", quantizer=Q.error_feedback(Q.midrise(2), jnp.float32)
@@ -344,7 +344,7 @@ OWED = {
     "powersgd": baselines.powersgd(optax.identity(), 1, 6, workers="data"),
     "dgc": baselines.dgc(-1.0, momentum=0.0, density=0.1, workers="data"),
     "synced": lc.sync_momentum(
-        lc.communicate(workers="data", memory=SUM), lc.sync.coded(lc.sync.every(1)), workers="data"
+        lc.communicate(workers="data", momentum=SUM), lc.sync.coded(lc.sync.every(1)), workers="data"
     ),
 }  # fmt: skip
 

@@ -30,8 +30,8 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.M)
 MUTANTS = r"""
 # exchange/step.py: reference optimizer chains contract
 = the error of a worker that abstains is forgotten
-- store(plan, p.piece, p.error, new,
-+ store(plan, p.piece, 0 * new, new,
+- store(plan, x.piece, x.error, new_error,
++ store(plan, x.piece, 0 * new_error, new_error,
 
 # exchange/transform.py: reference optimizer chains contract
 = an owner's counter moves although no worker takes part
@@ -48,8 +48,8 @@ MUTANTS = r"""
 +         abstains = ~jnp.all(jnp.isfinite(values[-1]))
 
 = a single worker forgets the errors of earlier codes
-- plus_error(memory.interpolate(g, mu), e)
-+ memory.interpolate(g, mu)
+- plus_error(rule.interpolate(g, mu), e)
++ rule.interpolate(g, mu)
 
 = a single worker adds the errors of earlier codes at every step
 - None if e is None else jnp.where(abstains, e, 0)

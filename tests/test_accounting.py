@@ -26,7 +26,7 @@ Q, D, WIRES = lc.quantize, lc.decide, lc.wires
 
 
 def predict(params, workers, **parts):
-    tx = lc.communicate(**parts, memory=lc.momentum.nothing(), workers=AXIS)
+    tx = lc.communicate(**parts, momentum=lc.momentum.nothing(), workers=AXIS)
     return lc.audit.of(tx, params, absent(workers))
 
 
@@ -67,7 +67,7 @@ def test_an_owner_answers_in_two_bits_whatever_it_runs_unless_a_reply_is_named()
 
     def by_parts(**reply):
         decision = lc.decide.at_owner(adam, **reply)
-        return lc.communicate(memory=lc.momentum.nothing(), decision=decision, **codes)
+        return lc.communicate(momentum=lc.momentum.nothing(), decision=decision, **codes)
 
     two, one = 3 + 2 + 32 / 128, 3 + 1 + 17 / 128
     for tx, bits in [

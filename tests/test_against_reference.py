@@ -159,7 +159,7 @@ class Method(NamedTuple):
     def of_workers(self, wire, workers=AXIS, mu_dtype=None, **options):
         """The transform and the simulator of workers with momenta of their own."""
         (up, codes), (decision, rule) = both(self.codes), REPLIES[self.reply]
-        options |= {"workers": workers, "memory": lc.momentum.blend(B1, B2, mu_dtype)}
+        options |= {"workers": workers, "momentum": lc.momentum.blend(B1, B2, mu_dtype)}
         tx = lc.communicate(quantizer=up, decision=decision, wire=wire, **options)
         return tx, lion.local_momentum(B1, B2, mu_dtype, codes, rule)
 

@@ -23,14 +23,14 @@ NAN = float("nan")
 cub = functools.partial(lc.lion_cub, 0.1, workers=AXIS)
 owner = functools.partial(lc.owner_lion, 0.1, workers=AXIS)
 adamw = functools.partial(lc.owner_adamw, 0.1, workers=AXIS)
-communicate = functools.partial(lc.communicate, workers=AXIS, memory=lc.momentum.nothing())
+communicate = functools.partial(lc.communicate, workers=AXIS, momentum=lc.momentum.nothing())
 
 
 def predict(workers, **parts):
     return lc.audit.of(communicate(**parts), PARAMS, absent(workers))
 
 
-votes = communicate(memory=lc.momentum.blend())
+votes = communicate(momentum=lc.momentum.blend())
 TURNED = Q.rotated(Q.midrise(1))
 at_owner = D.at_owner(optax.scale_by_lion(), D.sign())
 
@@ -121,7 +121,7 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
             "quantizer": [Q.sign, "sign"],
             "decision": [D.majority, D.sign(), optax.scale_by_lion()],
             "wire": [WIRES.two_phase],
-            "memory": [lc.momentum.blend, (0.9, 0.99), None],
+            "momentum": [lc.momentum.blend, (0.9, 0.99), None],
         }.items()
     ),
 ]  # fmt: skip

@@ -61,13 +61,13 @@ def voters_of(name):
 
 
 OWNER = lc.decide.at_owner(optax.scale_by_lion(0.5, 0.5), lc.decide.sign())
-MEMORY = lc.momentum.blend(0.5, 0.5)  # powers of two, so that everything is exact
+MOMENTUM = lc.momentum.blend(0.5, 0.5)  # powers of two, so that everything is exact
 
 
 def exact(workers, bucket_size=None):
     """Momentum of each worker and momentum of owners, that no code rounds."""
     both = lc.communicate(
-        memory=MEMORY, quantizer=lc.quantize.dense(), workers=workers, bucket_size=bucket_size,
+        momentum=MOMENTUM, quantizer=lc.quantize.dense(), workers=workers, bucket_size=bucket_size,
         decision=lc.decide.at_owner(optax.scale_by_lion(0.5, 0.5), lc.decide.values()),
     )  # fmt: skip
     return lc.sync_momentum(both, lc.sync.every(50), workers=workers)
@@ -75,7 +75,7 @@ def exact(workers, bucket_size=None):
 
 def coded(workers):
     up = lc.quantize.error_feedback(lc.quantize.midrise(2))
-    return lc.communicate(memory=MEMORY, quantizer=up, decision=OWNER, workers=workers)
+    return lc.communicate(momentum=MOMENTUM, quantizer=up, decision=OWNER, workers=workers)
 
 
 @functools.cache

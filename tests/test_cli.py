@@ -75,7 +75,7 @@ limit = 3
 
 def lowered():
     mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    tx = lc.communicate(workers="data", memory=lc.momentum.nothing())
+    tx = lc.communicate(workers="data", momentum=lc.momentum.nothing())
     params = {"w": jnp.ones((130, 65))}
     tx = lc.on_mesh(tx, lc.Workers(mesh, "data"), specs={"w": jax.P()})
     grads = {"w": jnp.ones((4, 130, 65))}

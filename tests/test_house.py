@@ -177,7 +177,7 @@ for platform in ("tpu", "cpu"):
     device = jax.sharding.AbstractDevice("", None, platform=platform)
     workers = lc.Workers(jax.sharding.AbstractMesh((8,), ("data",), abstract_device=device), "data")
     txs = [
-        lc.communicate(workers=workers, memory=lc.momentum.nothing(), **parts)
+        lc.communicate(workers=workers, momentum=lc.momentum.nothing(), **parts)
         for parts in ({}, counted, reduced)
     ]
     said[platform] = [lc.audit.of(tx, tree, workers).sent_bytes for tx in txs]
@@ -224,8 +224,8 @@ def test_the_command_makes_devices_before_jax_starts(stages):
 
 
 TYPES = """
-quantize.Quantizer wires.Wire sync.Schedule decide.Decision decide.ReplyCodec momentum.Memory mesh.Workers
-training.StepState training.TrainStep training.Kind checkpoint.Checkpoints checkpoint.Restored
+quantize.Quantizer wires.Wire sync.Schedule decide.Decision decide.ReplyCodec momentum.MomentumRule
+mesh.Workers training.StepState training.TrainStep training.Kind checkpoint.Checkpoints checkpoint.Restored
 StepState TrainStep Workers
 """
 

@@ -27,7 +27,7 @@ def gradients():
 
 def told(mesh, monkeypatch, parts, where, lies):
     """What comes of each lie about packed words: updates, the owners' state, metrics."""
-    tx = lc.communicate(workers=AXIS, memory=lc.momentum.nothing(), **parts)
+    tx = lc.communicate(workers=AXIS, momentum=lc.momentum.nothing(), **parts)
     honest, of = getattr(wires, where), {"pack_message": "message", "pack_reply": "reply"}[where]
 
     def step(grads, which):

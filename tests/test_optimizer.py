@@ -133,7 +133,7 @@ class CountedVotes(Majority):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_decision_of_votes_may_keep_a_state(run_workers, workers):
     params, grads = of_shapes(SMALL), of_shapes(SMALL, 3, workers)
-    parts = {"memory": lc.momentum.nothing(), "workers": AXIS}
+    parts = {"momentum": lc.momentum.nothing(), "workers": AXIS}
     txs = {
         "plain": lc.communicate(decision=lc.decide.majority(), **parts),
         "counted": lc.communicate(decision=CountedVotes(), **parts),

@@ -236,7 +236,7 @@ def votes_alone(folder):
 def first_state(workers, dtype=jnp.float32):
     """Momentum of each worker, error feedback, and momentum of owners in one state."""
     tx = lc.communicate(
-        workers="data", memory=lc.momentum.blend(0.5, 0.5),
+        workers="data", momentum=lc.momentum.blend(0.5, 0.5),
         quantizer=lc.quantize.error_feedback(lc.quantize.midrise(2)),
         decision=lc.decide.at_owner(optax.scale_by_lion(0.5, 0.5), lc.decide.sign()),
     )  # fmt: skip

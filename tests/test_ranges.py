@@ -14,12 +14,12 @@ import lioncub_jax as lc
 
 Q, D, WIRES = lc.quantize, lc.decide, lc.wires
 MEAN = functools.partial(D.at_owner, optax.identity())
-MEMORY = {"memory": lc.momentum.blend(0.5, 0.5)}
+MOMENTUM = {"momentum": lc.momentum.blend(0.5, 0.5)}
 AT_OWNER = {"decision": D.at_owner(optax.scale_by_lion(0.5, 0.5), D.sign())}
 METHODS = {
-    "sign": MEMORY,
-    "integers": MEMORY | {"quantizer": Q.integer(8), "wire": WIRES.counts()},
-    "ternary": MEMORY | {"quantizer": Q.ternary(), "wire": WIRES.gathered()},
+    "sign": MOMENTUM,
+    "integers": MOMENTUM | {"quantizer": Q.integer(8), "wire": WIRES.counts()},
+    "ternary": MOMENTUM | {"quantizer": Q.ternary(), "wire": WIRES.gathered()},
     "owner, feedback": AT_OWNER | {"quantizer": Q.error_feedback(Q.midrise(3))},
     "owner, 4 bits": AT_OWNER | {"quantizer": Q.midrise(4)},
     "owner, dense": AT_OWNER | {"quantizer": Q.dense(), "wire": WIRES.all_reduce()},
@@ -27,7 +27,7 @@ METHODS = {
 
 
 def vote(**parts):
-    return lc.communicate(workers=AXIS, **{"memory": lc.momentum.nothing()} | parts)
+    return lc.communicate(workers=AXIS, **{"momentum": lc.momentum.nothing()} | parts)
 
 
 def first_updates(mesh, txs, grads):

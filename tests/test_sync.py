@@ -40,8 +40,7 @@ def cub(**options):
 
 
 def vote(b1=0.5, workers=AXIS):
-    memory = lc.momentum.blend(b1, 0.5)
-    return lc.communicate(memory=memory, workers=workers)
+    return lc.communicate(momentum=lc.momentum.blend(b1, 0.5), workers=workers)
 
 
 def momenta(grads, due=()):

@@ -229,7 +229,7 @@ CONTENDERS: dict[str, Contender] = {
         "lion_cub(...)", "2404.00438", LION,
         lambda h: reference.local_momentum(h.b1, h.b2),
         lambda h, workers: lc.communicate(
-            memory=lc.momentum.blend(h.b1, h.b2), workers=workers
+            momentum=lc.momentum.blend(h.b1, h.b2), workers=workers
         ),
     )._replace(votes=True),
     "owner-lion": owned(

@@ -41,7 +41,7 @@ def signsgd(
     References:
       Bernstein et al. (arXiv 1802.04434), algorithm 3. Zeros and ties are `communicate`'s.
     """
-    vote = communicate(workers=workers, memory=nothing())
+    vote = communicate(workers=workers, momentum=nothing())
     return descending(vote, learning_rate, weight_decay, mask)
 
 
@@ -73,5 +73,5 @@ def signum(
       Bernstein et al. (arXiv 1810.05291), algorithm 1.
     """
     check_betas(momentum=momentum)
-    vote = communicate(workers=workers, memory=blend(momentum, momentum))
+    vote = communicate(workers=workers, momentum=blend(momentum, momentum))
     return descending(vote, learning_rate, weight_decay, mask)

@@ -105,7 +105,7 @@ def terngrad(
         check_number(f"clip={clip!r}", clip, lambda x: x > 0, wanted, float)
     axis = compression.one_level("terngrad", workers)
     quantizer = quantize.ternary(rounding=quantize.stochastic(seed))
-    codes = communicate(workers=axis, memory=nothing(), quantizer=quantizer, decision=Total())
+    codes = communicate(workers=axis, momentum=nothing(), quantizer=quantizer, decision=Total())
 
     def step(
         updates: optax.Updates, state: Any, abstain: jax.Array

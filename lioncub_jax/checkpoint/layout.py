@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import Sharding
 
 from lioncub_jax.exchange.holder import Holder
-from lioncub_jax.exchange.layout import Bucket, Flat
+from lioncub_jax.exchange.layout import BucketLayout, Flat
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.hosts import is_key, key_words
 from lioncub_jax.mesh.placement import Workers
@@ -79,8 +79,8 @@ class Rows(NamedTuple):
       inner: the inner axes over which the leaves are cut, with their sizes.
     """
 
-    bucket: Bucket
-    cuts: tuple[Bucket, ...]
+    bucket: BucketLayout
+    cuts: tuple[BucketLayout, ...]
     params: tuple[tuple[int, Param], ...]
     group_size: int
     inner: tuple[tuple[str, int], ...]
@@ -209,14 +209,17 @@ def _declarations_of_node(
     return declared
 
 
-def _packing_number(bucket: Bucket, workers: Workers) -> str:
+def _packing_number(bucket: BucketLayout, workers: Workers) -> str:
     """A number that differs where the rows of a bucket lie otherwise."""
     where = tuple(workers.mesh.shape.items()), workers.axis, workers.group, bucket
     return str(zlib.crc32(repr(where).encode()))
 
 
 def _rows(
-    bucket: Bucket, cuts: tuple[Bucket, ...], params: Mapping[int, Param], workers: Workers
+    bucket: BucketLayout,
+    cuts: tuple[BucketLayout, ...],
+    params: Mapping[int, Param],
+    workers: Workers,
 ) -> Rows | None:
     """The parameters of the rows of a bucket, or None where one is unknown."""
     sizes, leaves = workers.mesh.shape, {}

@@ -34,7 +34,7 @@ from lioncub_jax.checkpoint.layout import (
 )
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.holder import Holder
-from lioncub_jax.exchange.layout import Bucket, Segment, to_shape
+from lioncub_jax.exchange.layout import BucketLayout, Segment, to_shape
 from lioncub_jax.exchange.means import merge_over_workers
 from lioncub_jax.mesh.checksum import untyped
 from lioncub_jax.mesh.hosts import is_key, key_words
@@ -122,7 +122,7 @@ def _merge_rows(rows: jax.Array) -> jax.Array:
     return rows.reshape(*rows.shape[:-3], -1, ROW)
 
 
-def _split(bucket: Bucket, rows: jax.Array) -> list[tuple[Segment, jax.Array]]:
+def _split(bucket: BucketLayout, rows: jax.Array) -> list[tuple[Segment, jax.Array]]:
     """The rows of each segment, of ``[..., rows, ROW]``: one after the other, then padding."""
     sizes = [s.rows for s in bucket.segments]
     # Split, and not sliced: the transpose joins all of them at once.

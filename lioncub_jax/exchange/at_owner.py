@@ -258,7 +258,7 @@ def values() -> ReplyCodec:
     Example:
       >>> import lioncub_jax as lc, optax
       >>> adam = lc.decide.at_owner(optax.scale_by_adam(), lc.decide.values())
-      >>> parts = {"memory": lc.momentum.nothing(), "quantizer": lc.quantize.dense(), "decision": adam}
+      >>> parts = {"momentum": lc.momentum.nothing(), "quantizer": lc.quantize.dense(), "decision": adam}
       >>> tx = lc.communicate(workers="data", **parts)
     """
 

@@ -84,7 +84,7 @@ class Piece(NamedTuple):
         return self.rows - sum(s.rows for s in self.segments)
 
 
-class Bucket(NamedTuple):
+class BucketLayout(NamedTuple):
     """Leaves that travel together.
 
     Attributes:
@@ -136,7 +136,7 @@ class Flat:
     """
 
     value: Any
-    bucket: Bucket = dataclasses.field(metadata={"static": True})
+    bucket: BucketLayout = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self) -> None:
         # flax.serialization.to_bytes takes registered types only; a program that calls it has imported it.
@@ -149,7 +149,7 @@ class Flat:
             )
 
 
-def check_order(flats: Sequence[Flat], buckets: Sequence[Bucket]) -> None:
+def check_order(flats: Sequence[Flat], buckets: Sequence[BucketLayout]) -> None:
     """Raises ``ValueError`` if a state was built for other buffers than this step has."""
     if [x.bucket.pieces for x in flats] != [bucket.pieces for bucket in buckets]:
         raise ValueError(
@@ -165,7 +165,7 @@ def buckets(
     num_workers: int,
     limit: int | None = None,
     axes: Sequence[Collection[str]] = (),
-) -> tuple[Bucket, ...]:
+) -> tuple[BucketLayout, ...]:
     """Plans the buckets of a list of leaves.
 
     Args:
@@ -207,7 +207,7 @@ def buckets(
     return tuple(placed)
 
 
-def _place(leaves: Sequence[jax.Array], members: list[int], num_workers: int) -> Bucket:
+def _place(leaves: Sequence[jax.Array], members: list[int], num_workers: int) -> BucketLayout:
     def is_small(index: int) -> bool:
         return math.prod(leaves[index].shape) <= SMALL * ROW
 
@@ -228,7 +228,7 @@ def _place(leaves: Sequence[jax.Array], members: list[int], num_workers: int) ->
         starts = tuple(s.first_row - begin for s in small)
         pieces.append(Piece(tuple(small), begin, rows, starts))
     dtype = common_dtype(*{leaves[index].dtype for index in members})
-    return Bucket(
+    return BucketLayout(
         tuple(pieces),
         large,
         first_row=0,
@@ -242,7 +242,7 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def pieces(bucket: Bucket, num_steps: jax.Array) -> list[Piece]:
+def pieces(bucket: BucketLayout, num_steps: jax.Array) -> list[Piece]:
     """The pieces of a bucket; the start of a small leaf is known at run time only, see `xla`."""
     all_pieces = []
     for piece in bucket.pieces:
@@ -317,7 +317,7 @@ def lies_in_rows(piece: Piece) -> bool:
     return whole and s.size == piece.rows * ROW
 
 
-def join_bucket(leaves: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
+def join_bucket(leaves: Sequence[jax.Array], bucket: BucketLayout) -> jax.Array:
     """All leaves of a bucket as ``float32[rows, 128]``, zeros in the padding."""
     rows = []
     for piece in bucket.pieces:
@@ -380,7 +380,7 @@ def zero_padding(rows: jax.Array, sizes: jax.Array | None) -> jax.Array:
 
 
 def row_sizes(
-    bucket: Bucket, own: Sequence[jax.Array | None] = (), padding_counts: bool = False
+    bucket: BucketLayout, own: Sequence[jax.Array | None] = (), padding_counts: bool = False
 ) -> jax.Array | None:
     """Elements of each row of a bucket that are no padding.
 
@@ -414,7 +414,7 @@ def row_sizes(
 
 
 def row_sizes_of_chunk(
-    bucket: Bucket, device: jax.Array, padding_counts: bool = False
+    bucket: BucketLayout, device: jax.Array, padding_counts: bool = False
 ) -> jax.Array | None:
     """`row_sizes` of the chunk of one device of a group: ``int32[chunk]``."""
     sizes = row_sizes(bucket, padding_counts=padding_counts)

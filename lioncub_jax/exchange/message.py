@@ -153,7 +153,7 @@ class Format(NamedTuple):
       max_code: the largest code; 0 for dense values.
       midtread: a code means zero.
       dense: dtype of values that travel as they are, or None.
-      sends_votes: the message has a bit for each row that is voted on.
+      marks_rows: the message has a bit for each row that is voted on.
       sends_scales: the message has the scale of each row.
       message: size of a message about one chunk.
       reply: size of a reply about one chunk.
@@ -164,7 +164,7 @@ class Format(NamedTuple):
     max_code: int
     midtread: bool
     dense: np.dtype | None
-    sends_votes: bool
+    marks_rows: bool
     sends_scales: bool
     message: Size
     reply: Size
@@ -177,7 +177,7 @@ class Format(NamedTuple):
     @property
     def counts_pairs(self) -> bool:
         """True for votes of one bit, of which unlike pairs are counted."""
-        return self.sends_votes and self.max_code == 1
+        return self.marks_rows and self.max_code == 1
 
 
 def join(pieces: Sequence[Message], fmt: Format, participates: jax.Array) -> Message:
@@ -188,7 +188,7 @@ def join(pieces: Sequence[Message], fmt: Format, participates: jax.Array) -> Mes
     planes, voted, scales = [], None, None
     for k in range(fmt.message.planes):
         planes.append(_padded([x.planes[k] for x in pieces], fmt, fmt.message.plane_words))
-    if fmt.sends_votes:
+    if fmt.marks_rows:
         voted = _padded([x.voted for x in pieces], fmt, fmt.message.row_words)
     if fmt.sends_scales:
         scales = _padded([x.scales for x in pieces], fmt, fmt.num_rows)
@@ -226,7 +226,7 @@ def unpack_message(words: jax.Array, fmt: Format) -> Inbox:
     participates, voted, scales = numbers[:, 0, 0] & 1, None, None
     if fmt.midtread:
         planes = bits.at_most(planes, fmt.max_code)
-    if fmt.sends_votes:
+    if fmt.marks_rows:
         voted = row_data
         planes = voted_planes(planes, voted, fmt)
     if fmt.sends_scales:

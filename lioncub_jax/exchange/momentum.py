@@ -1,4 +1,4 @@
-"""Momentum of a worker: ``c_i = b1 mu_i + (1 - b1) g_i`` and ``mu_i = b2 mu_i + (1 - b2) g_i``.
+"""Momentum rules of a worker: ``c_i = b1 mu_i + (1 - b1) g_i`` and ``mu_i = b2 mu_i + (1 - b2) g_i``.
 
 Workers send a blend of their own gradient and their own momentum, so momenta drift apart where workers see
 different data; `sync` averages them at times.
@@ -12,10 +12,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from lioncub_jax.exchange.arguments import check_betas, check_mu_dtype, part
 
-__all__ = ["Memory", "blend", "nothing"]
+__all__ = ["MomentumRule", "blend", "nothing"]
 
 
-class Memory:
+class MomentumRule:
     """The direction that a worker sends, and the momentum that it keeps: the contract of both.
 
     `interpolate` and `update` are two methods, because a worker that abstains must not update its momentum,
@@ -23,11 +23,13 @@ class Memory:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> memory = blend(b1=0.5, b2=0.75)
+      >>> rule = blend(b1=0.5, b2=0.75)
       >>> gradient, mu = jnp.ones(2), jnp.zeros(2)
-      >>> memory.interpolate(gradient, mu).tolist(), memory.update(gradient, mu).tolist()
+      >>> rule.interpolate(gradient, mu).tolist(), rule.update(gradient, mu).tolist()
       ([0.5, 0.5], [0.25, 0.25])
     """
+
+    synchronizes = False  # True of a sync in codes, after which ``mu = u + e``
 
     def init(self, params: optax.Params) -> optax.Params:
         """``mu`` of each parameter before the first step; None for each if nothing is kept."""
@@ -43,7 +45,7 @@ class Memory:
 
 
 @part
-class NoMomentum(Memory):
+class NoMomentum(MomentumRule):
     """``c = g``, see `nothing`."""
 
     def init(self, params: optax.Params) -> optax.Params:
@@ -60,8 +62,15 @@ class NoMomentum(Memory):
 
 
 @part
-class Blend(Memory):
-    """Lion's memory, see `blend`."""
+class Synchronized(NoMomentum):
+    """The gradient is the momentum: ``c = mu``, and then ``mu = u + (mu - Q(mu))``; see `sync.coded`."""
+
+    synchronizes = True
+
+
+@part
+class Blend(MomentumRule):
+    """Lion's rule, see `blend`."""
 
     b1: ArrayLike
     b2: ArrayLike
@@ -86,8 +95,10 @@ def _mixed(b: Any, mu: jax.Array, g: jax.Array) -> jax.Array:
         return (1 - b) * g + b * mu
 
 
-def blend(b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None) -> Memory:
-    """Lion's memory: ``c = b1 mu + (1 - b1) g`` is sent, ``mu = b2 mu + (1 - b2) g`` is kept.
+def blend(
+    b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None
+) -> MomentumRule:
+    """Lion's rule: ``c = b1 mu + (1 - b1) g`` is sent, ``mu = b2 mu + (1 - b2) g`` is kept.
 
     Args:
       b1: weight of the momentum in the message, in [0, 1).
@@ -99,7 +110,7 @@ def blend(b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None 
 
     Example:
       >>> import lioncub_jax as lc
-      >>> tx = lc.communicate(workers="data", memory=lc.momentum.blend(0.9, 0.99))
+      >>> tx = lc.communicate(workers="data", momentum=lc.momentum.blend(0.9, 0.99))
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675).
     """
@@ -108,11 +119,11 @@ def blend(b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None 
     return Blend(b1, b2, mu_dtype)
 
 
-def nothing() -> Memory:
+def nothing() -> MomentumRule:
     """Sends the gradient as it is and keeps nothing: for momentum that lives at the owner.
 
     Example:
       >>> import lioncub_jax as lc
-      >>> tx = lc.communicate(workers="data", memory=lc.momentum.nothing())  # signSGD with majority vote
+      >>> tx = lc.communicate(workers="data", momentum=lc.momentum.nothing())  # signSGD with majority vote
     """
     return NoMomentum()

@@ -17,10 +17,10 @@ from jax import lax
 from lioncub_jax.exchange import bits, layout, quantize, rotation, xla
 from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW
 from lioncub_jax.exchange.decision import DecideContext, Decision
-from lioncub_jax.exchange.layout import Bucket, Piece
+from lioncub_jax.exchange.layout import BucketLayout, Piece
 from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.exchange.message import Format, Message, Reply
-from lioncub_jax.exchange.momentum import Memory
+from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.quantize import Code, EncodeContext
 from lioncub_jax.mesh import axes, kernels
 from lioncub_jax.mesh.axes import Axes
@@ -39,7 +39,7 @@ class BucketPlan(NamedTuple):
       num_shards: shards of each leaf.
     """
 
-    layout: Bucket
+    layout: BucketLayout
     pieces: Sequence[Piece]
     format: Format
     row_sizes: jax.Array | None
@@ -68,7 +68,7 @@ class WorkerPlan(NamedTuple):
     num_workers: int
     num_steps: jax.Array
     buckets: Sequence[BucketPlan]
-    group_buckets: Sequence[Bucket]
+    group_buckets: Sequence[BucketLayout]
     row_sizes: Sequence[jax.Array | None]
     abstains_per_bucket: bool
 
@@ -116,11 +116,11 @@ def plus_error(direction: jax.Array, error: jax.Array | None) -> jax.Array:
 
 
 def interpolate(
-    memory: Memory, piece: Piece, grads: Sequence[jax.Array], state: WorkerState
+    rule: MomentumRule, piece: Piece, grads: Sequence[jax.Array], state: WorkerState
 ) -> PieceInput:
     """``c`` of a piece, of ``g`` and ``mu`` of all leaves; and ``c + e`` in rows."""
     g, mu, e = [layout.join_piece(x, piece) for x in (grads, state.mu, state.error)]
-    c = memory.interpolate(at_least_float32(g), at_least_float32(mu))
+    c = rule.interpolate(at_least_float32(g), at_least_float32(mu))
     with jax.named_scope("lioncub.pack"):
         if kernels.for_tpu() and layout.lies_in_rows(piece):
             # Computed again, in rows: the kernel that packs then reads g, mu and e as they lie in memory.
@@ -128,7 +128,7 @@ def interpolate(
             for x in (g, mu, e):
                 in_rows.append(None if x is None else layout.piece_to_rows(x, piece))
             own_g, own_mu, own_e = xla.recomputed(in_rows)
-            own_c = memory.interpolate(at_least_float32(own_g), at_least_float32(own_mu))
+            own_c = rule.interpolate(at_least_float32(own_g), at_least_float32(own_mu))
             rows = plus_error(own_c, own_e).astype(jnp.float32)
         else:
             rows = layout.piece_to_rows(plus_error(c, e).astype(jnp.float32), piece)
@@ -137,10 +137,10 @@ def interpolate(
 
 @jax.named_scope("lioncub.pack")
 def encode(
-    code: Code, plan: WorkerPlan, bucket: BucketPlan, pieces: Sequence[PieceInput]
+    code: Code, plan: WorkerPlan, bucket: BucketPlan, inputs: Sequence[PieceInput]
 ) -> list[Message]:
     """``q = Q(c + e)`` of each piece of a bucket."""
-    rows = [p.rows for p in pieces]
+    rows = [x.rows for x in inputs]
     contexts = encode_contexts(code, plan, bucket, rows)
     return [code.encode(x, context) for x, context in zip(rows, contexts, strict=True)]
 
@@ -327,44 +327,49 @@ def leaves_of_group(plan: WorkerPlan, chunks: dict[int, jax.Array]) -> dict[int,
 # --- Remember
 
 
-def next_momentum(memory: Memory, p: PieceInput) -> jax.Array:
-    """``mu = b2 mu + (1 - b2) g`` of a piece, at least float32."""
-    return memory.update(at_least_float32(p.gradient), at_least_float32(p.momentum))
+def next_momentum(
+    rule: MomentumRule, x: PieceInput, u: jax.Array, error: jax.Array | None
+) -> jax.Array:
+    """``mu = b2 mu + (1 - b2) g`` of a piece, at least float32; after a sync in codes ``mu = u + e``."""
+    if not rule.synchronizes:
+        return rule.update(at_least_float32(x.gradient), at_least_float32(x.momentum))
+    assert error is not None
+    return error + layout.rows_to_piece(u, x.piece).astype(error.dtype)
 
 
 def next_error(
-    code: Code, plan: WorkerPlan, bucket: BucketPlan, p: PieceInput, message: Message
-) -> jax.Array:
-    """``e = keep (c + e - dequantize(q))`` of a piece; padding may hold anything."""
+    code: Code, plan: WorkerPlan, bucket: BucketPlan, x: PieceInput, message: Message
+) -> jax.Array | None:
+    """``e = keep (c + e - dequantize(q))`` of a piece, None without error feedback.
+
+    Padding may hold anything.
+    """
+    if code.error_dtype is None:
+        return None
     assert code.decode is not None and message.scales is not None
-    c, e = p.direction, p.error
-    if not p.piece.joined:
+    c, e = x.direction, x.error
+    if not x.piece.joined:
         # Computed again: storing the sum would cost an array as large as the gradient.
         c, e = xla.recomputed([c, e])
-    x = at_least_float32(plus_error(c, e))
+    exact = at_least_float32(plus_error(c, e))
     scales = message.scales.reshape(bucket.layout.packed_chunks, -1)
     planes = [plane.reshape(len(scales), -1) for plane in message.planes]
     rows = code.decode(planes, scales, scales.shape[1], True)
     if code.rotates:
         rows = rotation.undone(rows, plan.num_steps)
-    error = x - layout.rows_to_piece(rows, p.piece).astype(x.dtype)
+    error = exact - layout.rows_to_piece(rows, x.piece).astype(exact.dtype)
     return error if code.keep == 1 else code.keep * error
 
 
 def store(
-    plan: WorkerPlan, piece: Piece, old: jax.Array | None, new: jax.Array, leaves: Sequence[Any],
+    plan: WorkerPlan, piece: Piece, old: jax.Array, new: jax.Array, leaves: Sequence[jax.Array],
     participates: jax.Array,
 ) -> dict[int, jax.Array]:  # fmt: skip
     """The new momentum (or error) of each leaf of a piece, in its own dtype, by index.
 
-    It is the old one if the worker abstains.
-
-    ``old`` and ``new`` are arrays of the piece, ``leaves`` those of all leaves before the step; None where
-    there was nothing before.
+    It is the old one if the worker abstains. ``old`` and ``new`` are arrays of the piece, ``leaves`` are
+    those of all leaves before the step.
     """
-    if old is None:
-        updated = layout.split_piece(new, piece)
-        return {i: layout.zero_padding(x, plan.row_sizes[i]) for i, x in updated.items()}
     dtypes = {leaves[s.leaf].dtype for s in piece.segments}
     if len(dtypes) == 1:  # one cast for the whole piece
         dtype = dtypes.pop()

@@ -129,7 +129,7 @@ class Code(NamedTuple):
     rotates: bool = False
 
     @property
-    def sends_votes(self) -> bool:
+    def marks_rows(self) -> bool:
         """True where a bit for each row marks those that are voted on."""
         return self.decode is None and not self.midtread
 

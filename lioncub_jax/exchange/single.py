@@ -37,10 +37,10 @@ def single_worker_step(
       owner_states: for each bucket the owner's state; () for decisions without state.
       abstain: ``bool[]``, True to abstain; or None.
     """
-    memory, decision, axis = exchange.memory, exchange.decision, exchange.axis
+    rule, decision, axis = exchange.momentum_rule, exchange.decision, exchange.axis
     values, abstains = [], jnp.zeros((), bool) if abstain is None else abstain
     for g, mu, e in zip(grads, state.mu, state.error, strict=True):
-        values.append(plus_error(memory.interpolate(g, mu), e))
+        values.append(plus_error(rule.interpolate(g, mu), e))
         abstains |= ~jnp.all(jnp.isfinite(values[-1]))
     abstains = axes.any_over_shards(abstains, axis)
     present = 1 - abstains.astype(jnp.uint32)
@@ -61,7 +61,8 @@ def single_worker_step(
         u = axes.same_everywhere(u, axis)
         updates[i] = wires.from_group(u, exchange.group) if exchange.group else u
         if mu is not None:
-            mu = jnp.where(abstains, mu, quantize.saturated(memory.update(g, mu), mu.dtype))
+            new = values[i] if rule.synchronizes else rule.update(g, mu)
+            mu = jnp.where(abstains, mu, quantize.saturated(new, mu.dtype))
         new_mu.append(mu)
         new_error.append(None if e is None else jnp.where(abstains, e, 0))
 

@@ -2,32 +2,45 @@
 
 Worker i of W holds a gradient ``g_i``, a momentum ``mu_i`` and, with error feedback, the error ``e_i`` of
 its earlier codes. Its leaves lie in rows of 128 elements, and the rows are cut into W *chunks*. Worker j is
-the *owner* of chunk j, as of a shard of the optimizer's state in ZeRO-1; it may hold a state ``s_j``.
+the *owner* of chunk j, as of a shard of the optimizer's state in ZeRO-1. It may hold a state ``s_j``, and
+the error ``f_j`` of its earlier replies.
 
-    interpolate   c_i = b1 mu_i + (1 - b1) g_i               at worker i               momentum.py
-    encode        q_i = Q(c_i + e_i)                                                   quantize.py
-    collect       all-to-all: chunk j of q_i to worker j                               wires.py
-    decide        u_j, s_j = decide(q_1, ..., q_W; s_j)      at the owner j            decide.py
-    publish       all-gather of u_j                                                    wires.py
-    decode        u = (u_1, ..., u_W)                        the same on all workers   decide.py
-    remember      mu_i = b2 mu_i + (1 - b2) g_i              at worker i               momentum.py
-                  e_i = keep * (c_i + e_i - dequantize(q_i))                           quantize.py
+    interpolate  c_i = b1 mu_i + (1 - b1) g_i           worker i            momentum.py
+    encode       q_i = Q(c_i + e_i)                                         quantize.py
+    collect      all-to-all: chunk j of q_i to owner j                      wires.py
+    decide       u_j, s_j = decide(q_1, ..., q_W; s_j)  owner j             votes.py, at_owner.py
+                 r_j = R(u_j + f_j)                                         votes.py, at_owner.py
+                 f_j = u_j + f_j - dequantize(r_j)                          at_owner.py
+    publish      all-gather of r_j                                          wires.py
+    decode       u = dequantize(r_1, ..., r_W)          same on all workers votes.py, at_owner.py
+    remember     e_i = keep (c_i + e_i - dequantize(q_i))  worker i         pieces.py
+                 mu_i = b2 mu_i + (1 - b2) g_i                              momentum.py
 
-Codes lie in ``0..max_code``, and ``keep`` is a number of the code, at most 1. Votes: ``u_j = sign(sum_i
-v_i)``, of signed codes ``v_i = 2 q_i - max_code``. An optimizer ``tx`` at the owners: ``u_j, s_j =
-tx(mean_i dequantize(q_i); s_j)``. A later transform of the chain multiplies ``u`` by the negative learning
-rate, as after ``optax.scale_by_lion``. These are the collectives of the two-phase wire. With other wires
-every worker decides on all chunks.
+Q and R have codes ``0..max_code``; ``keep`` is at most 1. Votes: ``u_j = sign(sum_i v_i)`` of signed codes
+``v_i = 2 q_i - max_code``, and R sends this sign. An optimizer ``tx`` at the owners: ``u_j, s_j = tx(mean_i
+dequantize(q_i); s_j)``, and R has two bits by default. A later transform of the chain multiplies ``u`` by
+the negative learning rate, as after ``optax.scale_by_lion``.
+
+With the two-phase wire and n rows in a bucket, the arrays are (``pieces.py``, ``message.py``):
+
+    message    for each bit of a code uint32[4 n]; scales bfloat16[n], or one bit for each row with a vote
+    received   the same about chunk j from every worker: uint32[W, 1, 4 n / W]; scales float32[W, 1, n / W]
+    reply      for each bit of a reply uint32[1, 4 n / W]; of a row a scale or 1 bit; statistics
+    replies    the same of all owners: uint32[W, 4 n / W]
+    decoded    for each piece [1, rows, 128], int32 or float32
+
+With other wires every worker decides on all chunks: ``received`` has W in place of 1, or is a sum.
 
 Leaves travel in *buckets*: in one, or with ``bucket_size`` in several. Each *piece* of a bucket has codes
 of its own: a large leaf, or all small leaves joined. A worker with a value that is not finite abstains: it
 casts no vote, and its mu_i and e_i stay. It abstains from all buckets; with ``bucket_size`` only from those
-with such a value. `pieces` has the functions that take leaves apart and put them together.
+with such a value.
 
-A worker may be a group of devices. Then a reduce-scatter has given each device the group's mean gradient of
-one part of the parameters. That part is what this step calls leaves. ``publish`` also gathers the replies
-of all devices of the group, still packed. A worker alone sends nothing: `transform.take_step` runs
-`single.single_worker_step` instead.
+A worker whose model is sharded over inner mesh axes takes this step on each device, for its shards of the
+leaves; `encode` and `participation` then also communicate inside the worker. A worker may also be a group
+of devices: a reduce-scatter has given each the group's mean gradient of one part of the parameters, that
+part is its leaves here, and `publish` gathers the replies of the whole group. A worker alone sends nothing:
+`transform.take_step` runs `single.single_worker_step` instead.
 """
 
 from collections.abc import Sequence
@@ -38,7 +51,7 @@ import optax
 
 from lioncub_jax.exchange.decision import Decision
 from lioncub_jax.exchange.message import BucketStats, join
-from lioncub_jax.exchange.momentum import Memory
+from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.pieces import (
     WorkerPlan,
     WorkerState,
@@ -58,12 +71,12 @@ from lioncub_jax.mesh.axes import Axes
 
 
 class Exchange(NamedTuple):
-    """The parts of an exchange. Numbers in ``memory`` and ``decision`` may be traced arrays.
+    """The parts of an exchange. Numbers in ``momentum_rule`` and ``decision`` may be traced arrays.
 
     Attributes:
       axis: mesh axes of the workers.
       group: mesh axes of the devices of one worker; () for one device each.
-      memory: computes ``c`` and the next ``mu`` from ``g`` and ``mu``.
+      momentum_rule: computes ``c`` and the next ``mu`` from ``g`` and ``mu``.
       code: encodes ``c + e``: votes that are counted, or values that are decoded.
       decision: codes of all workers about a chunk to the owner's reply, and the reply to ``u``.
       wire: the collectives.
@@ -72,7 +85,7 @@ class Exchange(NamedTuple):
 
     axis: Axes
     group: Axes
-    memory: Memory
+    momentum_rule: MomentumRule
     code: Code
     decision: Decision
     wire: Wire
@@ -83,9 +96,11 @@ class StepResult(NamedTuple):
     """Result of a step; lists have one entry for each bucket.
 
     Attributes:
-      updates: ``u`` of each leaf by index, the same on every worker.
+      updates: ``u`` of each leaf by index, the same on every worker; in a group ``[devices, chunk, 128]``,
+        the chunks of all of its devices. A leaf without elements has none.
       state: the next ``mu`` and ``e``.
-      owner_states: the next state ``s`` of the chunk that this worker owns; () for decisions without state.
+      owner_states: the next ``s`` and ``f`` of the chunk that this worker owns; () for decisions without
+        state. Counters have moved even if no worker participates: `transform.next_state` sets them back.
       stats: ties, pairs of votes that differ, and workers present.
       participates: ``bool[]``, False if this worker abstained.
     """
@@ -112,46 +127,47 @@ def step(
       plan: this worker's index, and the places of its leaves in buckets.
       grads: ``g`` of each leaf; varies over the workers.
       state: ``mu`` and ``e`` of each leaf, None where there is none; varies over the workers.
-      owner_states: for each bucket ``s`` of the chunk that this worker owns; () without state.
+      owner_states: for each bucket ``s`` and ``f`` of the chunk that this worker owns; () without state.
       abstain: ``bool[]``, True to abstain; or None.
     """
-    memory, code, decision, wire = exchange.memory, exchange.code, exchange.decision, exchange.wire
+    rule, code, decision, wire = (
+        exchange.momentum_rule, exchange.code, exchange.decision, exchange.wire,
+    )  # fmt: skip
 
     # All buckets are encoded before one is sent: a NaN in the last may keep this worker out of the first.
-    inputs, codes = [], []  # of each bucket, for each piece
+    inputs, messages = [], []  # of each bucket, for each piece
     for bucket in plan.buckets:
-        pieces = [interpolate(memory, piece, grads, state) for piece in bucket.pieces]
-        inputs.append(pieces)
-        codes.append(encode(code, plan, bucket, pieces))
-    participates = participation(plan, codes, abstain)
+        inputs.append([interpolate(rule, piece, grads, state) for piece in bucket.pieces])
+        messages.append(encode(code, plan, bucket, inputs[-1]))
+    participates = participation(plan, messages, abstain)
 
     updates: dict[int, jax.Array] = {}
     mu: dict[int, jax.Array] = {}
     error: dict[int, jax.Array] = {}
     new_owner_states, stats = [], []
     for k, bucket in enumerate(plan.buckets):
-        message = join(codes[k], bucket.format, participates[k])
+        message = join(messages[k], bucket.format, participates[k])
         received = collect(wire, message, bucket.format, exchange.axis)
         with jax.named_scope("lioncub.decide"):
             context = decide_context(code, plan, bucket, wire.sharded)
             reply, s = decision.decide(received, context, owner_states[k])
-        reply = publish(wire, reply, bucket.format, exchange.axis, exchange.group)
+        replies = publish(wire, reply, bucket.format, exchange.axis, exchange.group)
         new_owner_states.append(s)
-        stats.append(reply.stats)
+        stats.append(replies.stats)
 
-        decoded = decode(decision, plan, bucket, reply)
-        for p, q, u in zip(inputs[k], codes[k], decoded, strict=True):
-            updates |= split_update(plan, p.piece, u)
+        decoded = decode(decision, plan, bucket, replies)
+        for x, piece_message, u in zip(inputs[k], messages[k], decoded, strict=True):
+            updates |= split_update(plan, x.piece, u)
             with jax.named_scope("lioncub.remember"):
-                if p.momentum is not None:
-                    new = next_momentum(memory, p)
-                    mu |= store(plan, p.piece, p.momentum, new, state.mu, participates[k])
-                if code.error_dtype is not None:
-                    new = next_error(code, plan, bucket, p, q)
-                    error |= store(plan, p.piece, p.error, new, state.error, participates[k])
+                new_error = next_error(code, plan, bucket, x, piece_message)
+                if x.error is not None and new_error is not None:
+                    error |= store(plan, x.piece, x.error, new_error, state.error, participates[k])
+                if x.momentum is not None:
+                    new_mu = next_momentum(rule, x, u, new_error)
+                    mu |= store(plan, x.piece, x.momentum, new_mu, state.mu, participates[k])
 
     # A leaf without elements is in no bucket, and stays.
-    new_mu = [mu.get(i, x) for i, x in enumerate(state.mu)]
-    new_error = [error.get(i, x) for i, x in enumerate(state.error)]
-    new_state = WorkerState(new_mu, new_error)
+    all_mu = [mu.get(i, x) for i, x in enumerate(state.mu)]
+    all_errors = [error.get(i, x) for i, x in enumerate(state.error)]
+    new_state = WorkerState(all_mu, all_errors)
     return StepResult(updates, new_state, new_owner_states, stats, participates)

@@ -216,7 +216,7 @@ def sync_momentum(
 
     Example:
       >>> import lioncub_jax as lc
-      >>> vote = lc.communicate(workers="data", memory=lc.momentum.blend())
+      >>> vote = lc.communicate(workers="data", momentum=lc.momentum.blend())
       >>> tx = lc.sync_momentum(vote, lc.sync.every(100), workers="data")
 
     Source: Lion Cub (arXiv 2411.16462), selective momentum synchronization; codes are ours.
@@ -307,8 +307,8 @@ def _variance_share(of_mean: jax.Array, mean: jax.Array) -> jax.Array:
 def coded_exchange(code: Code, axis: Axes) -> Exchange:
     """The exchange of a step whose gradient is the momentum."""
     mean = decide.at_owner(optax.identity(), decide.codes(1))
-    memory, wire = momentum.nothing(), wires.two_phase()
-    return Exchange(axis, group=(), memory=memory, code=code, decision=mean, wire=wire)
+    rule, wire = momentum.Synchronized(), wires.two_phase()
+    return Exchange(axis, group=(), momentum_rule=rule, code=code, decision=mean, wire=wire)
 
 
 def _coded_mean_if(
@@ -325,26 +325,23 @@ def _coded_mean_if(
     A worker that abstains keeps its momentum, and leaves that are left out stay as they are.
     """
     old, tree = jax.tree.flatten(mu)
+    row_sizes: list[jax.Array | None] = [None] * len(old)
+    if group:
+        device = axes.worker_index(group)
+        row_sizes = [layout.row_sizes_of_chunk(x.bucket, device) for x in _chunks(mu)]
+    plan = plan_worker(exchange, jax.tree.leaves(_picked(mu, mask)), count, row_sizes)
 
     def sync(
         old: list[jax.Array], owner: tuple[Flat, ...]
     ) -> tuple[list[jax.Array], tuple[Flat, ...]]:
-        row_sizes: list[jax.Array | None] = [None] * len(old)
-        if group:
-            device = axes.worker_index(group)
-            row_sizes = [layout.row_sizes_of_chunk(x.bucket, device) for x in _chunks(mu)]
         picked = jax.tree.leaves(_picked(jax.tree.unflatten(tree, old), mask))
-        plan = plan_worker(exchange, picked, count, row_sizes)
-        no_state = WorkerState([None] * len(old), [None] * len(old))
+        no_error = [None] * len(old)
         run = single_worker_step if plan.num_workers == 1 else step
-        result = run(exchange, plan, picked, no_state, [x.value for x in owner], None)
-        new = list(old)
-        for leaf in [s.leaf for bucket in plan.buckets for s in bucket.layout.segments]:
-            u, e = result.updates[leaf], result.state.error[leaf]
-            x = u if e is None else e + u.astype(e.dtype)
-            x = quantize.saturated(layout.zero_padding(x, row_sizes[leaf]), old[leaf].dtype)
-            x = jnp.where(result.participates[0], x, old[leaf])
-            new[leaf] = axes.varying(x, exchange.axis)
+        owned = [x.value for x in owner]
+        result = run(exchange, plan, picked, WorkerState(picked, no_error), owned, None)
+        new = []
+        for x, before in zip(result.state.mu, old, strict=True):
+            new.append(axes.varying(x, exchange.axis) if x.size else before)
         states = zip(result.owner_states, owner, strict=True)
         return new, tuple([Flat(s, before.bucket) for s, before in states])
 

@@ -17,9 +17,9 @@ from lioncub_jax.exchange.arguments import check_count, check_kinds
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.decision import Decision
 from lioncub_jax.exchange.holder import Holder
-from lioncub_jax.exchange.layout import Bucket, Flat
+from lioncub_jax.exchange.layout import BucketLayout, Flat
 from lioncub_jax.exchange.message import BucketStats, Format, message_size
-from lioncub_jax.exchange.momentum import Memory
+from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.pieces import BucketPlan, WorkerPlan, WorkerState, leaves_of_group
 from lioncub_jax.exchange.quantize import Code, Quantizer
 from lioncub_jax.exchange.single import single_worker_step
@@ -83,7 +83,7 @@ class CommunicateState(NamedTuple):
 def communicate(
     *,
     workers: AxisName | Workers | None,
-    memory: Memory,
+    momentum: MomentumRule,
     quantizer: Quantizer | None = None,
     decision: Decision | None = None,
     wire: Wire | None = None,
@@ -91,8 +91,8 @@ def communicate(
 ) -> optax.GradientTransformationExtraArgs:
     """Exchanges codes between workers: their gradients in, one update out, the same on every worker.
 
-    ``c_i = memory.interpolate(g_i, mu_i)``, ``u = decide(Q(c_1 + e_1), ..., Q(c_W + e_W))``, ``mu_i =
-    memory.update(g_i, mu_i)``; see `step` for the whole step. The learning rate and weight decay stand
+    ``c_i = momentum.interpolate(g_i, mu_i)``, ``u = decide(Q(c_1 + e_1), ..., Q(c_W + e_W))``, ``mu_i =
+    momentum.update(g_i, mu_i)``; see `step` for the whole step. The learning rate and weight decay stand
     behind it in a chain, as behind ``optax.scale_by_lion``. The first exchange that is traced adds two
     listeners to ``jax.monitoring``, by which each program that votes is read once XLA has compiled it;
     ``audit.mode`` turns that off.
@@ -108,7 +108,7 @@ def communicate(
         `Workers` with a ``group`` are two levels: the gradients are averaged in full precision inside the
         group by a reduce-scatter, each device keeps momentum and votes for its chunk of the parameters, and
         the packed replies are gathered inside the group.
-      memory: ``blend(b1, b2)``, or ``nothing()``: signSGD, or momentum that lives at the owner.
+      momentum: the rule: ``blend(b1, b2)``, or ``nothing()``: signSGD, or momentum that lives at the owner.
       quantizer: from values to codes; default ``sign()``.
       decision: of the owner of a chunk: ``majority()`` (default), ``ternary()`` (default for
         codes with a zero), ``average()`` or ``at_owner(tx)``.
@@ -127,13 +127,13 @@ def communicate(
       ValueError: for parts that do not fit together; when traced, for an axis that is not bound,
         gradients that were already reduced, a state of other parameters, an ``abstain`` that is no
         ``bool[]``, or too many workers for a code or wire.
-      TypeError: without a memory, or for a part of another kind; when traced, for integer or complex
+      TypeError: without a momentum rule, or for a part of another kind; when traced, for integer or complex
         leaves, or a misspelled ``abstain``.
 
     Example:
       >>> import lioncub_jax as lc, optax
       >>> tx = optax.chain(
-      ...     lc.communicate(workers="data", memory=lc.momentum.blend(), quantizer=lc.quantize.midrise(2)),
+      ...     lc.communicate(workers="data", momentum=lc.momentum.blend()),
       ...     optax.add_decayed_weights(0.1),
       ...     optax.scale_by_learning_rate(1e-4),
       ... )
@@ -144,7 +144,7 @@ def communicate(
     check_kinds(quantizer=(quantizer, Quantizer))
     decision = decide.default_for(quantizer) if decision is None else decision
     wire = wires.two_phase() if wire is None else wire
-    check_kinds(memory=(memory, Memory), decision=(decision, Decision), wire=(wire, Wire))
+    check_kinds(momentum=(momentum, MomentumRule), decision=(decision, Decision), wire=(wire, Wire))
     code = decision.code_of(quantizer)
     check_wire(decision, quantizer, code, wire)
     axis, group = placement.worker_axes(workers)
@@ -154,8 +154,9 @@ def communicate(
         wanted = "a number of elements, or None"
         check_count(f"bucket_size={bucket_size!r}", bucket_size, wanted)
     exchange = Exchange(
-        axis, group, memory=memory, code=code, decision=decision, wire=wire, bucket_size=bucket_size
-    )
+        axis, group, momentum_rule=momentum, code=code, decision=decision, wire=wire,
+        bucket_size=bucket_size,
+    )  # fmt: skip
     varying_over = (*axis, *group)
 
     def init(params: optax.Params) -> CommunicateState:
@@ -163,7 +164,7 @@ def communicate(
         if checks.stands_in(params):
             mu, error, owner = stand_ins(exchange, params)
         else:
-            mu, error, owner = memory.init(params), zero_errors(code, params), ()
+            mu, error, owner = momentum.init(params), zero_errors(code, params), ()
             if group or decision.has_state:
                 axes.workers_on(varying_over)  # bound here: chunks are those of workers
                 params = axes.varying(
@@ -219,7 +220,7 @@ def check_wire(decision: Decision, quantizer: Quantizer, code: Code, wire: Wire)
 def no_votes(exchange: Exchange) -> VoteCounts:
     """Statistics before the first step, each an array of its own: a training step donates them all."""
     code = exchange.code
-    counts_pairs = code.sends_votes and code.max_code(1) == 1
+    counts_pairs = code.marks_rows and code.max_code(1) == 1
     return VoteCounts(
         ties=jnp.zeros((), jnp.float32),
         parameters=jnp.zeros((), jnp.float32),
@@ -233,7 +234,7 @@ def no_votes(exchange: Exchange) -> VoteCounts:
 def stand_ins(exchange: Exchange, params: optax.Params) -> tuple[Any, Any, Any]:
     """``mu``, ``e`` and ``s`` where something stands in for parameters, see `checks.stands_in`."""
     code, whole = exchange.code, not exchange.group
-    mu = params if whole and jax.tree.leaves(exchange.memory.init(jnp.zeros(1))) else 0
+    mu = params if whole and jax.tree.leaves(exchange.momentum_rule.init(jnp.zeros(1))) else 0
     error = params if whole and code.error_dtype is not None else 0
     return mu, error, 0 if exchange.decision.has_state else ()
 
@@ -253,7 +254,7 @@ def init_chunks(
     for bucket in plan.group_buckets:
         zeros = jnp.zeros((bucket.rows_per_chunk, ROW), bucket.dtype)
         chunks.append(axes.varying(zeros, (*bucket.axes, *exchange.group)))
-    mu, error = exchange.memory.init(chunks), zero_errors(exchange.code, chunks)
+    mu, error = exchange.momentum_rule.init(chunks), zero_errors(exchange.code, chunks)
     return flats(mu, plan.group_buckets), flats(error, plan.group_buckets)
 
 
@@ -274,7 +275,7 @@ def init_owner_states(exchange: Exchange, params: optax.Params) -> tuple[Flat, .
     return flats(states, buckets)
 
 
-def flats(values: Sequence[Any], buckets: Sequence[Bucket]) -> tuple[Flat, ...]:
+def flats(values: Sequence[Any], buckets: Sequence[BucketLayout]) -> tuple[Flat, ...]:
     """Arrays that lie as chunks of buckets do."""
     return tuple([Flat(x, bucket) for x, bucket in zip(values, buckets, strict=True)])
 
@@ -333,7 +334,7 @@ def bucket_leaves(
     over: Sequence[Collection[str]],
     num_workers: int,
     devices: int,
-) -> tuple[tuple[Bucket, ...], tuple[Bucket, ...]]:
+) -> tuple[tuple[BucketLayout, ...], tuple[BucketLayout, ...]]:
     """Buckets that a group of devices shares, () without a group; and those that travel between workers.
 
     ``over``: for each leaf the mesh axes over which it varies.
@@ -348,12 +349,12 @@ def bucket_leaves(
     return group_buckets, layout.buckets(chunks, num_workers, limit, over)
 
 
-def format_of(exchange: Exchange, bucket: Bucket) -> Format:
+def format_of(exchange: Exchange, bucket: BucketLayout) -> Format:
     """Contents and sizes of the messages and replies of a bucket."""
     code, num_rows, num_workers = exchange.code, bucket.rows_per_chunk, bucket.num_workers
     max_code = code.max_code(num_workers)
     row_words = 0
-    if code.sends_votes:
+    if code.marks_rows:
         row_words = bits.row_words(num_rows)
     if code.sends_scales:
         row_words = num_rows // 2
@@ -364,7 +365,7 @@ def format_of(exchange: Exchange, bucket: Bucket) -> Format:
         max_code=max_code,
         midtread=code.midtread,
         dense=code.dense,
-        sends_votes=code.sends_votes,
+        marks_rows=code.marks_rows,
         sends_scales=code.sends_scales,
         message=message_size(planes, num_rows * code.words_per_row, row_words),
         reply=exchange.decision.reply_size(num_rows, max_code, num_workers),

@@ -264,7 +264,7 @@ def majority() -> Decision:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> parts = {"memory": lc.momentum.blend(), "decision": lc.decide.majority()}
+      >>> parts = {"momentum": lc.momentum.blend(), "decision": lc.decide.majority()}
       >>> tx = lc.communicate(workers="data", **parts)
 
     Source: Distributed Lion (arXiv 2404.00438), "MaVo"; the rule for ties and zeros is ours.
@@ -278,7 +278,7 @@ def ternary() -> Decision:
     Example:
       >>> import lioncub_jax as lc
       >>> parts = {"quantizer": lc.quantize.ternary(), "decision": lc.decide.ternary()}
-      >>> tx = lc.communicate(workers="data", memory=lc.momentum.blend(), **parts)
+      >>> tx = lc.communicate(workers="data", momentum=lc.momentum.blend(), **parts)
 
     Source: Distributed Lion (arXiv 2404.00438) and Lion Cub (arXiv 2411.16462), where votes cancel.
     """
@@ -292,7 +292,7 @@ def average() -> Decision:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> parts = {"memory": lc.momentum.blend(), "decision": lc.decide.average()}
+      >>> parts = {"momentum": lc.momentum.blend(), "decision": lc.decide.average()}
       >>> tx = lc.communicate(workers="data", **parts)
 
     Source: Distributed Lion (arXiv 2404.00438), "Avg".
