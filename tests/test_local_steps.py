@@ -146,21 +146,6 @@ def test_a_worker_that_abstains_keeps_what_is_its_own():
     assert state.model_state["seen"].tolist() == [2, 0, 2, 2]
 
 
-def test_checkpoints_hold_local_states_of_other_workers(tmp_path):
-    tx, (batch,) = average(), batches(1, 4 * H)
-    state, step = start(tx, ON_FOUR)
-    state, _ = step(state, batch)
-    like = lc.training.abstract_state(tx, params_of(), ON_FOUR, local=LOCAL)
-    with lc.Checkpoints(tmp_path, workers=AXIS) as checkpoints:
-        checkpoints.save(state, wait=True)
-        again = checkpoints.restore(like).state
-        fewer = checkpoints.restore(start(tx, workers_on("data=2"))[0]).state
-    assert fewer.local_state[0].count.tolist() == [H, H]
-    means = [np.mean(s.local_state[0].mu["b"], 0) for s in (fewer, state)]
-    np.testing.assert_allclose(*means, rtol=1e-5)
-    assert_close(again._replace(rng=()), state._replace(rng=()), rtol=0)
-
-
 # --- What is refused
 
 PLAIN = "is no optimizer: give a plain optax transform"

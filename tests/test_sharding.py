@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import in_order, mesh_on
+from conftest import in_order, mesh_on, run_on_mesh
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -191,30 +191,6 @@ def story(workers, leaves):
     return grads, abstain
 
 
-def run_on_mesh(txs, workers, specs, grads, abstain):
-    """Updates ``[steps, ...]`` and the last state of each transform; all of them in one program."""
-    txs = {name: lc.on_mesh(tx, workers, specs=specs) for name, tx in txs.items()}
-    params = {name: jnp.zeros(g.shape[3:]) for name, g in grads.items()}
-    grads = {n: g.reshape(len(g), workers.count, *g.shape[3:]) for n, g in grads.items()}
-    grads = laid(workers, grads, {n: P(None, workers.axes, *s) for n, s in specs.items()})
-    abstain = np.repeat(abstain, group_size(workers), axis=1)
-
-    @jax.jit
-    def run(params, grads, abstain):
-        def step(states, now):
-            done = {
-                name: tx.update(now[0], states[name], params, abstain=now[1])
-                for name, tx in txs.items()
-            }
-            return {n: s for n, (_, s) in done.items()}, {n: u for n, (u, _) in done.items()}
-
-        states = {name: tx.init(params) for name, tx in txs.items()}
-        return jax.lax.scan(step, states, (grads, abstain))
-
-    abstain = laid(workers, abstain, P(None, workers.axes))
-    return run(laid(workers, params, specs), grads, abstain)
-
-
 CASES = [
     ("tp=2 data=4 fsdp=1", EXPLICIT, "sign owner", LEAVES),
     ("data=2 fsdp=2 tp=2", AUTO, "owner average", LEAVES),
@@ -233,7 +209,9 @@ def test_updates_are_those_of_the_reference(sizes, kind, methods, leaves):
     specs, (grads, abstain) = specs_of(leaves, workers), story(workers, leaves)
     pairs = {method: METHODS[method](None, workers) for method in methods.split()}
     txs = {method: tx for method, (tx, _) in pairs.items()}
-    states, got = run_on_mesh(txs, workers, specs, grads, abstain)
+    rows = {n: g.reshape(len(g), workers.count, *g.shape[3:]) for n, g in grads.items()}
+    each = np.repeat(abstain, group_size(workers), axis=1)
+    got, states = run_on_mesh(txs, workers, specs, rows, each)
     means = {name: g.mean(2) for name, g in grads.items()}
     absent = abstain | ~np.isfinite(next(iter(means.values()))).all((2, 3))
     for method, (_, oracle) in pairs.items():
@@ -335,8 +313,8 @@ def test_only_packed_votes_cross_the_workers_axis_and_inside_a_worker_nothing_is
 
 def updated(tx, workers, grads, specs):
     """The first update of parameters that are zeros, and the state behind it."""
-    once = jax.tree.map(lambda g: g[None, :, None], grads)
-    state, found = run_on_mesh({0: tx}, workers, specs, once, np.zeros((1, workers.count), bool))
+    once = jax.tree.map(lambda g: g[None].astype(np.float32), grads)
+    found, state = run_on_mesh({0: tx}, workers, specs, once)
     return jax.tree.map(lambda u: u[0], found[0]), state[0]
 
 
