@@ -138,7 +138,7 @@ def lacking(name, thing):
         if due and not re.search(rf"^{section}", said, re.M) and not (whose and section == "Args:")
     ] + [
         x for x in arguments or ()
-        if "Args:" in said and not (whose or re.search(rf"^ +{x}:", said, re.M))
+        if "Args:" in said and not (whose or re.search(rf"^ +\**{x}:", said, re.M))
     ]  # fmt: skip
 
 

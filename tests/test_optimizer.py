@@ -207,20 +207,6 @@ def test_one_device_alone_updates_a_large_leaf_before_small_ones(make):
     assert int(state[0].count) == 1
 
 
-def test_unused_entries_move_beside_used_ones_of_their_row_and_how_to_keep_them(run_workers):
-    shapes = {
-        "narrow": (8, 16),
-        "wide": (2, 128),
-    }  # of embeddings: a row of 128 is of eight entries, or of one
-    grads = of_shapes(shapes, 6, 4)
-    grads["narrow"][..., 4:, :], grads["wide"][..., 1:, :] = 0, 0
-    txs = [cub(weight_decay=0), cub(weight_decay=0, quantizer=lc.quantize.ternary())]
-    found = run_workers(dict(enumerate(txs)), of_shapes(shapes), grads, np.zeros((6, 4), bool))
-    vote, ternary = (found[i][0] for i in range(2))
-    assert (np.abs(vote["narrow"]) == EXACT["learning_rate"]).all()
-    assert not vote["wide"][:, 1:].any() and not ternary["narrow"][:, 4:].any()
-
-
 # --- Where it runs ----------------------------------------------------------------------------------
 
 
