@@ -22,21 +22,23 @@ W, ROWS, FEATURES = 4, 128, 6
 FOUR = f"data={W}"
 
 
-def start(loss, tx, params, workers=None, model_state=(), rng=None, **options):
+def start(
+    loss, tx, params, workers=None, *, local=None, specs=None, model_state=(), rng=None, **options
+):
     """The first state and the step."""
-    workers = workers or workers_on(FOUR)
-    state = lc.init_state(tx, params, workers, model_state=model_state, rng=rng)
-    return state, lc.make_train_step(loss, tx, workers, **options)
+    workers, made = workers or workers_on(FOUR), {"model_state": model_state, "rng": rng}
+    state = lc.init_state(tx, params, workers, local=local, specs=specs, **made)
+    return state, lc.make_train_step(loss, tx, workers, local=local, **options)
 
 
 def cub(learning_rate=0.01, **options):
     return lc.lion_cub(learning_rate, workers="data", **options)
 
 
-def draw(seed=0):
+def draw(seed=0, rows=ROWS):
     """Features that differ between workers, and targets that are linear in them."""
     rng = np.random.default_rng(seed)
-    x = rng.normal(size=(ROWS, FEATURES))
+    x = rng.normal(size=(rows, FEATURES))
     by_worker(x)[...] += rng.normal(scale=0.3, size=(W, 1, 1))
     weights = np.arange(1, FEATURES + 1)[:, None] / 4
     return {"x": x.astype(np.float32), "y": (x @ weights).astype(np.float32)}
