@@ -123,6 +123,43 @@ def run_workers(mesh_of):
     return run
 
 
+def assert_same(a, b):
+    """To the bit, and of the same tree."""
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def blank(grads):
+    """The parameters, zeros, of gradients ``[steps, W, ...]``."""
+    return jax.tree.map(lambda g: jnp.zeros(g.shape[2:], g.dtype), grads)
+
+
+def run_on_mesh(txs, workers, specs, grads, abstain=None):
+    """Updates ``[steps, ...]`` and the last states of some transforms by `on_mesh`, in one program.
+
+    Gradients are ``[steps, devices of workers, ...]``, and so is who abstains; parameters are zeros.
+    """
+    txs = {name: lc.on_mesh(tx, workers, specs=specs) for name, tx in txs.items()}
+    if abstain is None:
+        abstain = np.zeros(next(iter(grads.values())).shape[:2], bool)
+    rows = {name: P(None, workers.axes, *spec) for name, spec in specs.items()}
+    lies = workers.shardings((specs, rows, P(None, workers.axes)))
+
+    @jax.jit
+    def run(params, grads, abstain):
+        def step(states, now):
+            done = {
+                name: tx.update(now[0], states[name], params, abstain=now[1])
+                for name, tx in txs.items()
+            }
+            return {n: s for n, (_, s) in done.items()}, {n: u for n, (u, _) in done.items()}
+
+        first = {name: tx.init(params) for name, tx in txs.items()}
+        return jax.lax.scan(step, first, (grads, abstain))
+
+    states, updates = run(*jax.device_put((blank(grads), grads, abstain), lies))
+    return updates, states
+
+
 @pytest.fixture(scope="session")
 def machine():
     """Skips where the lab cannot run, and says why."""

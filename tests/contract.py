@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import workers_on
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -449,13 +450,21 @@ def outcomes(txs, *lead):
 
 
 def test_one_worker_alone_is_the_plain_optimizer():
+    """On a mesh, and without one; and a direction is all but the rate."""
     workers = workers_on("data=1")
     plain_ones = {name: tx for name, (_, tx) in TRANSFORMS.items() if tx is not None}
-    found = outcomes(on_all({name: transform(name, workers) for name in plain_ones}, workers), 1)
     want = outcomes(plain_ones)
-    for name in plain_ones:
-        # Adam's roots and quotients are fused with what follows, or not.
-        assert_same(found[name], want[name], atol=1e-6 if "adam" in name else 0)
+    want["direction"] = want["vote"]
+    direction = optax.chain(lc.scale_by_lion_cub(workers=None), optax.scale_by_learning_rate(RATE))
+    ours = [
+        name for name in plain_ones if TRANSFORMS[name][0].func.__name__ not in baselines.__all__
+    ]
+    without = {name: transform(name, None) for name in ours} | {"direction": direction}
+    on = on_all({name: transform(name, workers) for name in plain_ones}, workers)
+    for found in (outcomes(on, 1), outcomes(without)):
+        for name in found:
+            # Adam's roots and quotients are fused with what follows, or not.
+            assert_same(found[name], want[name], atol=1e-6 if "adam" in name else 0)
 
 
 INJECTED = {  # what is static besides the axis
@@ -467,7 +476,8 @@ INJECTED = {  # what is static besides the axis
 
 
 def test_injected_hyperparameters_change_nothing():
-    workers = workers_on("data=2")
+    """On explicit inner axes too, where JAX refuses closures over traced numbers."""
+    workers = workers_on("data=2 tensor=2", kind=AxisType.Explicit)
     plainly, injected = {}, {}
     for make, static in INJECTED.items():
         how = {**HOW, **static, "workers": workers}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, absent, workers_on
+from conftest import AXIS, absent, blank, run_on_mesh, workers_on
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from oracle import baselines as oracles
@@ -45,11 +45,6 @@ def rate(count):
 def nobody_abstains(grads):
     some = next(iter(grads.values()), np.zeros((2, 2)))
     return Story(grads, np.zeros(some.shape[:2], bool))
-
-
-def blank(grads):
-    """The parameters, zeros, of gradients ``[steps, W, ...]``."""
-    return jax.tree.map(lambda g: jnp.zeros(g.shape[2:], g.dtype), grads)
 
 
 def refused(*words, kind=(ValueError, TypeError)):
@@ -240,29 +235,6 @@ def shard(x, spec, at, lead):
     return np.split(x, 2, axis=lead + dims[0])[at] if dims else x
 
 
-def on_mesh_steps(workers, txs, grads, specs=None):
-    """Updates ``[steps, ...]`` and last states of gradients ``[steps, workers, ...]``, by `on_mesh`."""
-    specs = specs or dict.fromkeys(grads, P())
-    on = {n: lc.on_mesh(tx, workers, specs=specs) for n, tx in txs.items()}
-    rows = workers.axes if len(workers.axes) > 1 else AXIS
-    placed = workers.shardings({n: P(None, rows, *spec) for n, spec in specs.items()})
-    grads = {n: jax.device_put(g, placed[n]) for n, g in grads.items()}
-    ones = {n: jnp.ones(g.shape[2:], g.dtype) for n, g in grads.items()}
-    params = jax.device_put(ones, workers.shardings(specs))
-
-    @jax.jit
-    def update(step, states):
-        g = {n: g[step] for n, g in grads.items()}
-        done = {n: tx.update(g, states[n], params) for n, tx in on.items()}
-        return {n: u for n, (u, _) in done.items()}, {n: s for n, (_, s) in done.items()}
-
-    states, updates = {n: tx.init(params) for n, tx in on.items()}, []
-    for step in range(len(next(iter(grads.values())))):
-        u, states = update(step, states)
-        updates.append(u)
-    return jax.tree.map(lambda *x: np.stack(x), *updates), states
-
-
 def test_devices_of_a_worker_treat_shards_as_leaves():
     """In whole rows, for those with a scale of each, and without zeros, whose sides depend on the place."""
     specs = {n: spec for n, (_, spec) in CUT.items()}
@@ -275,7 +247,7 @@ def test_devices_of_a_worker_treat_shards_as_leaves():
     # In one shard only; the worker abstains as a whole. A mean of two is exact.
     grads["w"][2, 2, 0, 0] = grads["v"][2, 1, -1, 0] = np.nan
     txs = {n: peer.make(workers=workers) for n, peer in ON_SHARDS.items()}
-    got, states = on_mesh_steps(workers, txs, grads, specs)
+    got, states = jax.tree.map(np.asarray, run_on_mesh(txs, workers, specs, grads))
     for g in grads.values():
         g[2, 1:3] = 0
     abstain = np.zeros((3, 4), bool)
@@ -303,11 +275,11 @@ def test_norms_and_scales_are_those_of_all_shards():
     single = {n: np.zeros_like(g) for n, g in grads.items()}
     single["w"][:, :, 1, 5] = -16
     scaled, clipped = (
-        on_mesh_steps(workers, {0: B.terngrad(1.0, clip=clip, workers=workers)}, g, specs)[0][0]
+        run_on_mesh({0: B.terngrad(1.0, clip=clip, workers=workers)}, workers, specs, g)[0][0]
         for specs in [{"w": P("tensor"), "b": P()}]
         for g, clip in [(grads, None), (single, 2.5)]
     )
-    [scaled_w] = scaled["w"]
+    [scaled_w] = np.asarray(scaled["w"])
     assert (scaled_w[0, :3] == -4).all() and (scaled["b"] == -1).all()
     assert {*scaled_w[1]} <= {0, -1, -2, -3, -4} and len({*scaled_w[1]}) > 2
     want = np.zeros((1, 2, 32))
@@ -333,7 +305,7 @@ def test_a_group_sends_its_mean_as_one_worker():
     for sizes, group, own in [("data=3 gpu=2", "gpu", grouped), ("data=3", None, means)]:
         workers = workers_on(sizes, group)
         txs = {name: make(workers=workers) for name, make in GROUPED.items()}
-        ends.append(on_mesh_steps(workers, txs, {"w": own})[0])
+        ends.append(run_on_mesh(txs, workers, {"w": P()}, {"w": own})[0])
     for name in GROUPED:
         # Roots and quotients may be fused with what follows, or not.
         rtol = 2e-6 if name == "adam" else 0

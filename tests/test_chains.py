@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_on
+from conftest import assert_same, mesh_on
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -311,4 +311,4 @@ def test_inside_a_shard_map_of_the_callers_the_step_is_the_same():
     step, params, opt_state = jax.jit(step), PARAMS, tx.init(PARAMS)
     for _ in range(3):
         params, opt_state = step(params, opt_state, BATCH)
-    jax.tree.map(np.testing.assert_array_equal, (params, opt_state), run(votes))
+    assert_same((params, opt_state), run(votes))

@@ -107,6 +107,7 @@ def first_state(make, name, **change):
     return lc.init_state(
         make(workers), params, workers, specs={k: PLACES[name][1].get(k, P()) for k in params},
         model_state=model_state, rng=jax.random.key(7),
+        local=optax.trace(0.5) if make is compressing else None,
     )  # fmt: skip
 
 
@@ -214,7 +215,16 @@ def test_saved_arrays_may_be_donated_and_the_restored_need_no_second_program(tmp
 
 
 KEY = ".model_state['key']"
-OWN = ".mu", ".error", ".acc_grads", ".velocity", ".residual", "['mean']", "['calls']"
+OWN = (
+    ".mu",
+    ".error",
+    ".acc_grads",
+    ".velocity",
+    ".residual",
+    ".local_state",
+    "['mean']",
+    "['calls']",
+)
 
 
 def accumulating(workers):
@@ -223,6 +233,7 @@ def accumulating(workers):
 
 
 def compressing(workers):
+    """With an optimizer of each worker's own besides."""
     return dgc(0.5, workers=workers)
 
 
@@ -262,7 +273,7 @@ def test_what_workers_get_when_their_number_changes(old, new, make, rule, tmp_pa
             x, ruled = by_rule(x, int(new), rule, owed), ruled + 1
         if "['key']" not in path:
             np.testing.assert_array_equal(found[path], x, err_msg=path)
-    assert ruled == (3 if make is accumulating else 2) * len(SHAPES) + 2
+    assert ruled == 3 * len(SHAPES) + 2
     # Those who were there keep their random keys, and each newcomer has one of its own.
     keys, before = found[KEY], values(state)[KEY]
     np.testing.assert_array_equal(keys[: len(before)], before[: len(keys)])

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import AXIS, workers_on
+from conftest import AXIS, blank, workers_on
 from jax.sharding import PartitionSpec as P
 from oracle import dgc as oracle
 from test_against_reference import simulate
-from test_baselines import blank, nobody_abstains, refused
+from test_baselines import nobody_abstains, refused
 
 import lioncub_jax as lc
 from lioncub_jax import baselines

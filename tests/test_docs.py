@@ -136,6 +136,9 @@ def lacking(name, thing):
     return [
         section for section, due in sections.items()
         if due and not re.search(rf"^{section}", said, re.M) and not (whose and section == "Args:")
+    ] + [
+        x for x in arguments or ()
+        if "Args:" in said and not (whose or re.search(rf"^ +\**{x}:", said, re.M))
     ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import absent, mesh_on, workers_on
+from conftest import absent, assert_same, mesh_on, workers_on
 from flax import nnx, serialization
 from flax.core import FrozenDict
 from jax.sharding import AxisType, NamedSharding
@@ -71,36 +71,7 @@ def grads_for(count):
     return jax.tree.map(lambda p: np.ones((count, *np.shape(p)), "f"), PARAMS)
 
 
-def assert_same(a, b):
-    """To the bit, and of the same tree."""
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 # --- One device
-
-NAMES = ("lion_cub", "distributed_lion", "owner_lion")
-
-
-def test_one_device_without_a_mesh_is_lion_and_a_direction_is_all_but_decay_and_rate():
-    """Each method by its name, a mean, and the direction in a chain of one's own."""
-    lion = optax.lion(0.1, weight_decay=0.01)
-    txs = [getattr(lc, name)(0.1, weight_decay=0.01, workers=None) for name in NAMES]
-    txs += [cub(None, weight_decay=0.01, sync=lc.sync.every(2))]
-    txs += [lc.global_gradients(lion, workers=None)]
-    direction = lc.scale_by_lion_cub(workers=None)
-    rest = optax.add_decayed_weights(0.01), optax.scale_by_learning_rate(0.1)
-    txs += [optax.chain(direction, *rest)]
-
-    def last(tx):
-        state = tx.init(PARAMS)
-        for by in (0.5, -0.4, 0.1):
-            grads = {name: jnp.asarray(x - by) for name, x in PARAMS.items()}
-            updates, state = tx.update(grads, state, PARAMS)
-        return updates
-
-    wanted, *found = jax.jit(lambda: [last(tx) for tx in (lion, *txs)])()
-    for updates in found:
-        assert_same(updates, wanted)
 
 
 def test_one_device_needs_no_mesh_for_gradients():
@@ -339,23 +310,6 @@ def test_where_a_mesh_is_needed_only_workers_will_do(call):
 
 
 # --- What comes out
-
-
-@pytest.mark.parametrize(("of", "mean"), [("bw", 0.5), ("w", 1)])
-def test_drift_is_read_by_leaf_and_in_all_that_were_measured(of, mean):
-    def apart(params, batch, rng):
-        """Workers agree on the gradient of b, and not on that of w."""
-        return jnp.sum(params["w"] * batch[0]) + jnp.sum(params["b"])
-
-    where = {name: name in of for name in PARAMS}
-    tx = optax.chain(optax.identity(), cub(sync=lc.sync.every(2), sync_where=where))
-    state, step = first(tx), lc.make_train_step(apart, tx, four())
-    assert float(lc.metrics(state)["sync/drift"]) == 0
-    for _ in range(2):
-        state, _ = step(state, np.float32([-1, 1, -1, 1]))
-    found = {name: float(x) for name, x in lc.metrics(state).items() if "sync" in name}
-    wanted = {"sync/syncs": 1, "sync/drift/b": 0, "sync/drift/w": 1, "sync/drift": mean}
-    assert found == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

@@ -251,22 +251,6 @@ def test_a_name_that_is_not_at_the_top_is_an_error_that_says_where_it_is():
             getattr(lc, name)
 
 
-def test_a_docstring_that_tells_of_arguments_tells_of_all():
-    """Or says whose the others are, which no linter understands."""
-    silent = []
-    for module in MODULES:
-        for node in ast.walk(tree_of(module)):
-            said = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
-            if "Args:" not in (said or "") or re.search(r"rguments[^.]* those of `", said):
-                continue
-            arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-            names = {one.arg for one in arguments} - {"self", "cls"}
-            silent += [
-                (module, node.name, x) for x in names if not re.search(rf"^ +{x}:", said, re.M)
-            ]
-    assert not silent
-
-
 @pytest.mark.parametrize(("page", "least"), [("docs/develop.md", 30), ("SECURITY.md", 10)])
 def test_every_promise_of_a_page_has_a_test_that_make_test_runs(page, least):
     named = re.findall(r"`(\w+)::(test_\w+)`", (ROOT / page).read_text())

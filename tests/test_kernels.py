@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import AXIS
+from conftest import AXIS, assert_same
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -164,4 +164,4 @@ def test_a_chunk_in_the_order_of_tiles_moves_to_one_in_that_of_leaves(as_tpu, tm
     assert not any(s.tiles for s in found.bucket.segments)
     got, want = leaves_of(found), leaves_of(flat)
     assert len(got) == 2
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert_same(got, want)

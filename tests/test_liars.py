@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, normal
+from conftest import AXIS, assert_same, normal
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -127,7 +127,7 @@ def test_what_is_no_number_is_a_zero(mesh_of, monkeypatch, codes, decision, wire
     each = {(name, k): lie for name, same in lies.items() for k, lie in enumerate(same)}
     found = told(mesh_of(WORKERS), monkeypatch, parts, "pack_message", each)
     for (name, _), one in found.items():
-        jax.tree.map(np.testing.assert_array_equal, one, found[name, 0])
+        assert_same(one, found[name, 0])
         assert one[0]["b"].any(), "the others move it"
 
 
@@ -159,7 +159,7 @@ def test_what_an_owner_replies_is_a_step(mesh_of, monkeypatch, codes, decision, 
     found = told(mesh_of(WORKERS), monkeypatch, parts, "pack_reply", lies)
     for updates, owned, metrics in found.values():
         assert all(np.isfinite(u).all() and abs(u).max() <= reach for u in updates.values())
-        jax.tree.map(np.testing.assert_array_equal, owned, found["honest"][1])  # counters too
+        assert_same(owned, found["honest"][1])  # counters too
         assert_sane(metrics)
 
 

@@ -14,6 +14,8 @@ from conftest import AXIS, workers_on
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_baselines import refused
+from test_training import draw, linear_loss, linear_params
+from test_training import start as trainer
 
 import lioncub_jax as lc
 from lioncub_jax import baselines
@@ -21,49 +23,16 @@ from lioncub_jax import baselines
 WORKERS, H = 4, 3
 ON_FOUR = workers_on(f"data={WORKERS}")
 LOCAL = optax.adamw(2.0**-4)
-SHAPES = {"w": (8, 32), "b": (32,), "out": (32, 2)}
 
 
-def params_of():
-    rng = np.random.default_rng(0)
-    return {n: jnp.asarray(rng.normal(size=s) / 4, jnp.float32) for n, s in SHAPES.items()}
-
-
-def loss(params, batch, rng):
-    x = jnp.tanh(batch["x"] @ params["w"] + params["b"]) @ params["out"]
-    return jnp.mean((x - batch["y"]) ** 2)
-
-
-def batches(count, rows, workers=WORKERS):
-    rng = np.random.default_rng(1)
-    for _ in range(count):
-        x = rng.normal(size=(workers * rows, 8)).astype(np.float32)
-        yield {"x": x, "y": np.stack([np.sin(x[:, 0]), x[:, 1]], 1)}
-
-
-def start(tx, workers, local=LOCAL, local_steps=H, *, of=loss, params=None, **how):
+def start(tx, workers=ON_FOUR, local=LOCAL, local_steps=H, of=linear_loss, params=None, **how):
     """The first state and the step."""
-    made = {name: how.pop(name) for name in ("specs", "model_state") if name in how}
-    state = lc.init_state(tx, params or params_of(), workers, local=local, **made)
-    return state, lc.make_train_step(of, tx, workers, local_steps=local_steps, local=local, **how)
-
-
-def trained(tx, given, workers, *args, **options):
-    state, step = start(tx, workers, *args, **options)
-    losses = []
-    for batch in given:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    assert step.traces == 1
-    return state, losses
+    params = params or linear_params()
+    return trainer(of, tx, params, workers, local=local, local_steps=local_steps, **how)
 
 
 def average():
     return lc.global_gradients(optax.sgd(1.0), workers=AXIS)
-
-
-def assert_close(got, want, **tolerance):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), got, want)
 
 
 # --- The step
@@ -72,34 +41,35 @@ def assert_close(got, want, **tolerance):
 def test_only_the_differences_travel_however_many_local_steps_there_are():
     tx, programs = baselines.diloco(bits=4, workers=AXIS), []
     for local_steps in (2, 8):
-        state, step = start(tx, ON_FOUR, local_steps=local_steps)
-        (batch,) = batches(1, 2 * local_steps)
+        state, step = start(tx, local_steps=local_steps)
+        batch = draw(rows=2 * WORKERS * local_steps)
         found = lc.audit.collectives(step.lower(state, batch).compile(), ON_FOUR.mesh)
         assert all(one.times == 1 and not one.looped for one in found)
         programs.append(found)
     assert programs[0] == programs[1]
     # Beside what is predicted: the mean loss, a float32.
-    predicted = lc.audit.of(tx, params_of(), ON_FOUR).sent_bytes
+    predicted = lc.audit.of(tx, linear_params(), ON_FOUR).sent_bytes
     loss_bytes = 2 * (WORKERS - 1) / WORKERS * 4
     assert sum(one.sent_bytes for one in programs[0]) == predicted + loss_bytes
-
-
-CUT = {"w": P(None, "fsdp"), "b": P("fsdp"), "out": P()}
 
 
 def test_parameters_and_batches_that_are_cut_train_as_whole_ones():
     # The norm is that of all shards together.
     local = optax.chain(optax.clip_by_global_norm(0.125), optax.sgd(0.5, 0.5))
-    given = list(batches(3, 4 * H, workers=2))
-    tx = baselines.diloco(0.5, 0.5, workers=AXIS)
-    whole, losses = trained(tx, given, workers_on("data=2"), local)
+    tx, ends = baselines.diloco(0.5, 0.5, workers=AXIS), []
     inner = workers_on("data=2 fsdp=2 rows=2", kind=AxisType.Explicit)
-    how = {"specs": CUT, "batch_spec": P((AXIS, "rows")), "accumulate": 2}
-    cut, others = trained(tx, given, inner, local, **how)
-    assert_close(cut.params, whole.params, rtol=1e-4, atol=1e-5)
-    assert_close(cut.local_state, whole.local_state, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(losses, others, rtol=1e-4)
-    assert cut.local_state[1][0].trace["w"].sharding.spec == P(AXIS, None, "fsdp")
+    cut = {"specs": {"w": P("fsdp"), "b": P()}, "batch_spec": P((AXIS, "rows")), "accumulate": 2}
+    for workers, how in ((workers_on("data=2"), {}), (inner, cut)):
+        state, step = start(tx, workers, local, **how)
+        losses = []
+        for seed in range(3):
+            state, metrics = step(state, draw(seed, 8 * H))
+            losses.append(metrics["loss"])
+        assert step.traces == 1
+        ends.append((state.params, state.local_state, losses))
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(near, *ends)
+    assert state.local_state[1][0].trace["w"].sharding.spec == P(AXIS, "fsdp", None)
 
 
 def test_model_state_random_numbers_and_aux_go_through_steps_and_their_parts():
@@ -146,21 +116,6 @@ def test_a_worker_that_abstains_keeps_what_is_its_own():
     assert state.model_state["seen"].tolist() == [2, 0, 2, 2]
 
 
-def test_checkpoints_hold_local_states_of_other_workers(tmp_path):
-    tx, (batch,) = average(), batches(1, 4 * H)
-    state, step = start(tx, ON_FOUR)
-    state, _ = step(state, batch)
-    like = lc.training.abstract_state(tx, params_of(), ON_FOUR, local=LOCAL)
-    with lc.Checkpoints(tmp_path, workers=AXIS) as checkpoints:
-        checkpoints.save(state, wait=True)
-        again = checkpoints.restore(like).state
-        fewer = checkpoints.restore(start(tx, workers_on("data=2"))[0]).state
-    assert fewer.local_state[0].count.tolist() == [H, H]
-    means = [np.mean(s.local_state[0].mu["b"], 0) for s in (fewer, state)]
-    np.testing.assert_allclose(*means, rtol=1e-5)
-    assert_close(again._replace(rng=()), state._replace(rng=()), rtol=0)
-
-
 # --- What is refused
 
 PLAIN = "is no optimizer: give a plain optax transform"
@@ -188,14 +143,14 @@ def test_bad_local_steps_are_refused(options, kind, words):
     local, workers = how["local"], how["workers"]
     if local not in TALKS:  # which only their state gives away
         with refused(*words, kind=kind):
-            lc.make_train_step(loss, average(), **how)
+            lc.make_train_step(linear_loss, average(), **how)
     if "local" in options and local is not None:
         with refused(*words, kind=kind):
-            lc.init_state(average(), params_of(), workers, local=local)
+            lc.init_state(average(), linear_params(), workers, local=local)
 
 
 def test_a_state_a_step_or_a_batch_that_were_made_differently():
-    tx, (batch,) = average(), batches(1, 4 * H)
+    tx, batch = average(), draw(rows=4 * H * WORKERS)
     with_local, local_step = start(tx, ON_FOUR, accumulate=2)
     without, step = start(tx, ON_FOUR, None, 1)
     other, _ = start(tx, ON_FOUR, optax.sgd(0.1))

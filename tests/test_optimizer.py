@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, mesh_on, normal
+from conftest import AXIS, assert_same, mesh_on, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -207,20 +207,6 @@ def test_one_device_alone_updates_a_large_leaf_before_small_ones(make):
     assert int(state[0].count) == 1
 
 
-def test_unused_entries_move_beside_used_ones_of_their_row_and_how_to_keep_them(run_workers):
-    shapes = {
-        "narrow": (8, 16),
-        "wide": (2, 128),
-    }  # of embeddings: a row of 128 is of eight entries, or of one
-    grads = of_shapes(shapes, 6, 4)
-    grads["narrow"][..., 4:, :], grads["wide"][..., 1:, :] = 0, 0
-    txs = [cub(weight_decay=0), cub(weight_decay=0, quantizer=lc.quantize.ternary())]
-    found = run_workers(dict(enumerate(txs)), of_shapes(shapes), grads, np.zeros((6, 4), bool))
-    vote, ternary = (found[i][0] for i in range(2))
-    assert (np.abs(vote["narrow"]) == EXACT["learning_rate"]).all()
-    assert not vote["wide"][:, 1:].any() and not ternary["narrow"][:, 4:].any()
-
-
 # --- Where it runs ----------------------------------------------------------------------------------
 
 
@@ -289,21 +275,6 @@ def mapped(grads, check_vma=True, kind=AxisType.Auto):
 def test_wherever_it_runs_the_updates_are_the_same(nested, run):
     grads, updates = nested
     assert_equal(run(grads), updates)
-
-
-@pytest.mark.parametrize("make", [lc.lion_cub, lc.owner_adamw])
-def test_a_traced_beta_enters_where_inner_axes_are_explicit(make):
-    """Memories and decisions are pytrees of their numbers: JAX refuses closures over traced ones there."""
-    workers = lc.Workers(mesh_on("data=2 tp=2", AxisType.Explicit), AXIS)
-    params = jax.device_put({"w": normal(4, 6)}, NamedSharding(workers.mesh, P(None, "tp")))
-    grads = {"w": normal(2, 4, 6, seed=1)}
-    injected = optax.inject_hyperparams(make, static_args=("workers",))
-    both = []
-    for build in (make, injected):
-        tx = lc.on_mesh(build(0.5, b1=0.5, workers=workers), workers)
-        both.append(jax.jit(tx.update)(grads, tx.init(params), params)[0]["w"])
-    np.testing.assert_allclose(*both, rtol=1e-6)
-    assert np.abs(both[0]).max() > 0.1
 
 
 # --- What the compiled program holds ----------------------------------------------------------------
@@ -441,7 +412,7 @@ def test_padding_is_zero_counters_stay_at_the_largest_and_a_restored_run_is_equa
     poisoned = batch | {"scalar": np.float32([1, -1, np.nan])}
     for given in (poisoned, poisoned, batch, batch):
         (state, _), (again, _) = step(state, given), step(again, given)
-    jax.tree.map(np.testing.assert_array_equal, *((s.params, s.opt_state) for s in (state, again)))
+    assert_same(*((s.params, s.opt_state) for s in (state, again)))
     assert state.params["scalar"] == 0.25
     first = state.opt_state[0]
     assert state.step == first.count == first.votes.abstentions == most

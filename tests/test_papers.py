@@ -5,6 +5,8 @@ import math
 import re
 from collections import Counter
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import papers
 import pytest
@@ -78,13 +80,16 @@ def test_tables_have_differences_with_errors_and_say_what_was_not_run():
 
 @pytest.mark.parametrize("name", papers.ALL)
 def test_each_method_is_a_direction(name):
+    """Of the model's own parameters, by their shapes."""
     simulator = papers.ALL[name].direction(Hyper(1e-3, 0.9, 0.99, 0.1))
-    params = {"attention 1": np.ones((3, 2), np.float32), "mlp 1": np.ones(5, np.float32)}
-    params |= {key: np.ones(1, np.float32) for key in ("attention 2", "mlp 2", "head", "norms")}
-    params |= {"patches": np.ones(2, np.float32), "positions": np.ones(2, np.float32)}
-    grads = {k: np.stack([p, p, p]) for k, p in params.items()}
-    updates, _ = simulator.update(grads, simulator.init(params, 3), params)
-    assert {k: x.shape for k, x in updates.items()} == {k: p.shape for k, p in params.items()}
+
+    def shapes():
+        params = images.init(jax.random.key(0), 1)
+        grads = jax.tree.map(lambda p: jnp.stack([p] * 3), params)
+        return params, simulator.update(grads, simulator.init(params, 3), params)[0]
+
+    params, updates = jax.tree.map(jnp.shape, jax.eval_shape(shapes))
+    assert updates == params
 
 
 def test_codes_of_the_largest_magnitude_use_all_levels():

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, absent
+from conftest import AXIS, absent, blank
 from oracle import powersgd as oracle
 from test_against_reference import simulate
-from test_baselines import blank, nobody_abstains, refused
+from test_baselines import nobody_abstains, refused
 
 import lioncub_jax as lc
 from lioncub_jax.baselines import powersgd

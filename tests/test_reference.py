@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import normal
 from oracle import baselines, coding, dgc, lion, one_bit_adam, powersgd, sync
 
 SGD = optax.sgd(0.5, 0.5)
@@ -159,6 +160,16 @@ def test_the_agreement_of_votes_does_not_depend_on_the_number_of_workers(workers
 
 
 # --- Zeros and ties: no worker counts for more than another
+
+
+def test_unused_entries_move_beside_used_ones_of_their_row_and_how_to_keep_them():
+    """Of embeddings: a row of 128 is of eight entries, or of one."""
+    grads = {"narrow": normal(6, 4, 8, 16), "wide": normal(6, 4, 2, 128)}
+    grads["narrow"][..., 4:, :], grads["wide"][..., 1:, :] = 0, 0
+    vote, ternary = (run(name, grads)[0] for name in ("sign", "ternary"))
+    assert (np.abs(vote["narrow"]) == 1).all()
+    assert not vote["wide"][:, 1:].any() and not ternary["narrow"][:, 4:].any()
+
 
 TOSSES = 1024
 TOLERANCE = 5 / (2 * TOSSES**0.5)

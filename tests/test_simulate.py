@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS
+from conftest import AXIS, assert_same
 from oracle import baselines as oracles
 from oracle import coding, lion, simulate
 from test_against_reference import zeros
@@ -79,7 +79,7 @@ def test_the_parameters_are_those_of_eight_devices_bit_for_bit(mesh_of, method):
         losses.append(each)
     assert np.any(state.params["row"])
     got, want = (run.params, run.local_state), (state.params, state.local_state)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert_same(got, want)
     assert int(run.step) == int(state.step) == STEPS
     losses = np.stack(losses)
     assert np.flatnonzero(~np.isfinite(losses)).tolist() == [2 * WORKERS + 1] * poisoned
