@@ -799,6 +799,10 @@ MUTANTS = r"""
 - math.prod(ratios(cell)), -cell.steps
 + math.prod(ratios(cell)), cell.steps
 
+= a loss that was never reached takes no tokens
+- ratio=math.inf if to_loss["ratio"] is None
++ ratio=0.0 if to_loss["ratio"] is None
+
 # tools/probe.py: probe
 = the bytes of a worker are taken for what it sends
 - sends = sent(count) * length

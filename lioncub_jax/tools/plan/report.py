@@ -437,6 +437,7 @@ def _measured(plan: Plan, row: Row) -> str:
     assert how
     near = "with" if distance == evidence.HERE else f"near {_asked(plan)}: with"
     name, notes = row.scheme.name, ""
+    short = "only " * (how.steps < evidence.LONG_RUN)
     if name != row.scheme.learns:
         notes = "; bfloat16 is assumed to learn like float32"
     if name.startswith("powersgd"):
@@ -446,7 +447,7 @@ def _measured(plan: Plan, row: Row) -> str:
     if plan.cluster.num_workers == 2:
         notes += "; votes of two workers, where each disagreement is a tie, were not measured"
     return (
-        f"Measured {near} {_cell(cell)}, runs of {how.steps:,} steps of a {study['model']} of "
+        f"Measured {near} {_cell(cell)}, runs of {short}{how.steps:,} steps of a {study['model']} of "
         f"{how.parameters:,} parameters (yours has {plan.parameters:,}) on {study['dataset']}, "
         f"{how.runs} seed{'s' * (how.runs > 1)}, not on a GPU{notes}."
     )
