@@ -2,7 +2,7 @@
 
     python benchmarks/convergence.py [--part 1024 tokens 4096 ladder 256] [--jobs 2]
     python benchmarks/convergence.py --left     # says what there is to run, and runs nothing
-    python benchmarks/convergence.py --report   # makes evidence.json and all numbers of pages from rows
+    python benchmarks/convergence.py --report   # makes evidence.json, pages' numbers and pictures from rows
 
 Eight simulated workers, one core for each process. Rows are written as they come and never run twice. A
 run that is stopped goes on from the last of its 16 points, equal to the bit.
@@ -35,13 +35,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one core each")
     parser.add_argument("--left", action="store_true", help="say what is left, and run nothing")
     parser.add_argument(
-        "--report", action="store_true", help="make pages from rows, and run nothing"
+        "--report", action="store_true", help="make pages and pictures from rows, and run nothing"
     )
     args = parser.parse_args(argv)
     if args.report:
         EVIDENCE.write_text(evidence.text_of(evidence.evidence(read())))
         for path, text in made().items():
             path.write_text(text)
+        import pictures  # not needed by the processes that train
+
+        pictures.main()
         return
     for part in args.part:
         print(left(part, args.save), flush=True)

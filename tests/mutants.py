@@ -783,8 +783,8 @@ MUTANTS = r"""
 + factors, relative = [], 0.0
 
 = a mean of 13 s is told to hide behind half a second
-- return most == 1 and self.mean_takes(share) <= self.compute
-+ return most == 1
+- most == 1 and mean.estimate.communication(share) <= self.compute
++ most == 1
 
 = a mean is taken never to overlap
 - overlaps = (0.0, 0.0 if self.cluster.on_cpu else 1.0)
@@ -798,6 +798,10 @@ MUTANTS = r"""
 = short runs are preferred to long ones
 - math.prod(ratios(cell)), -cell.steps
 + math.prod(ratios(cell)), cell.steps
+
+= a loss that was never reached takes no tokens
+- ratio=math.inf if to_loss["ratio"] is None
++ ratio=0.0 if to_loss["ratio"] is None
 
 # tools/probe.py: probe
 = the bytes of a worker are taken for what it sends

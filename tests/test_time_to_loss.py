@@ -274,6 +274,22 @@ def test_tokens_to_a_loss_are_on_a_line_through_the_last_losses_of_lengths():
     assert "optax.lion" not in table  # it never comes there
 
 
+def test_the_planner_has_ratios_of_lines_where_lengths_ran_and_else_of_steps():
+    rows = studied(
+        {"adamw": [2.0] * 2, "vote": [2.1] * 2, "owner-adamw": [1.95] * 2, "lion": [2.5] * 2}
+    )
+    rows += studied({"adamw": [2.4] * 2}, 256)
+    long = evidence.evidence([*story(), *rows])["cells"][-1]
+    assert (long["steps"], long["workers"]) == (1024, 8)
+    # AdamW falls by 0.4 in a factor of four, and none of the others ran in two lengths.
+    ratios = {name: how["to_loss"]["ratio"] for name, how in long["methods"].items()}
+    want = {"adamw": 1.0, "vote": 2**0.5, "owner-adamw": 0.5**0.25, "lion": None}
+    assert ratios == {name: x and pytest.approx(x, 1e-3) for name, x in want.items()}
+    short = evidence.evidence(story())["cells"][0]["methods"]
+    assert short["vote"]["to_loss"] == {"ratio": 1.25, "error": 0.0, "runs": 3}
+    assert short["owner-adamw"]["to_loss"]["ratio"] is None
+
+
 def test_sizes_are_lines_and_what_did_not_run_is_said():
     rows = []
     for n, width in enumerate((64, 128, 256)):

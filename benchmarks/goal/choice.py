@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lioncub_jax.tools.plan import evidence
 from lioncub_jax.tools.plan.evidence import DATA
-from lioncub_jax.tools.plan.methods import FLOAT32
+from lioncub_jax.tools.plan.methods import FLOAT32, scheme_named
 from lioncub_jax.tools.plan.model import EXACT, Cluster, Link, step_time
 from lioncub_jax.tools.plan.report import NOT_MEASURED, Plan, plan
 
@@ -20,17 +20,17 @@ SIZE = 10_000_000  # parameters
 
 
 class Use(NamedTuple):
-    """A row: the method to use at one noise, on networks next to each other.
+    """A line: what to use for one kind of data, on networks next to each other.
 
     Attributes:
-      tokens: that a worker sees in a step.
       data: one of ``DATA``.
-      plans: by the network; of none where nobody measured.
+      tokens: that a worker sees in a step; several where all have this answer.
+      plans: by tokens and network; of none where nobody measured.
     """
 
-    tokens: int
     data: str
-    plans: dict[float, Plan]
+    tokens: list[int]
+    plans: dict[tuple[int, float], Plan]
 
     def method(self) -> str:
         """Names the scheme to use."""
@@ -39,6 +39,19 @@ class Use(NamedTuple):
     def verdict(self) -> str:
         """Returns what is advised."""
         return next((one.verdict() for one in self.plans.values()), NOT_MEASURED)
+
+    def networks(self) -> list[float]:
+        """Lists the networks."""
+        return sorted({network for _, network in self.plans})
+
+    def joins(self, other: "Use") -> bool:
+        """Returns whether a line for more tokens says the same: an all-reduce, or nothing."""
+        known = self.method()
+        return (
+            (self.data, self.networks(), known, self.verdict())
+            == (other.data, other.networks(), other.method(), other.verdict())
+            and (known == NOT_MEASURED or scheme_named(known).kind == "mean")
+        )  # fmt: skip
 
 
 def cluster_at(network: float, workers: int) -> Cluster:
@@ -57,7 +70,7 @@ def cluster_at(network: float, workers: int) -> Cluster:
 
 
 def what_to_use() -> list[Use]:
-    """Finds the method to use by data, noise and network; networks that have the same answer are one row.
+    """Finds the method to use by data, noise and network; what has the same answer is one line.
 
     Example:
       >>> sorted({row.data for row in what_to_use()})
@@ -66,15 +79,27 @@ def what_to_use() -> list[Use]:
     rows: list[Use] = []
     for data in DATA:
         for tokens in TOKENS:
-            workers = _workers(tokens, data)
-            rows.append(Use(tokens, data, {}))
-            for network in NETWORKS if workers else ():
-                at = cluster_at(network, workers)
-                one = plan(SIZE, at, 1.0, tokens=tokens, data=data)
-                last = rows[-1].verdict(), rows[-1].method()
-                if rows[-1].plans and last != (one.verdict(), one.use()):
-                    rows.append(Use(tokens, data, {}))
-                rows[-1].plans[network] = one
+            for one in _by_network(data, tokens):
+                same = next((row for row in rows if row.joins(one)), None)
+                if same:
+                    same.tokens.append(tokens)
+                    same.plans.update(one.plans)
+                else:
+                    rows.append(one)
+    return rows
+
+
+def _by_network(data: str, tokens: int) -> list[Use]:
+    """A line for each answer, of the fastest networks first."""
+    workers = _workers(tokens, data)
+    rows = [Use(data, [tokens], {})]
+    for network in NETWORKS if workers else ():
+        at = cluster_at(network, workers)
+        one = plan(SIZE, at, 1.0, tokens=tokens, data=data)
+        last = rows[-1].verdict(), rows[-1].method()
+        if rows[-1].plans and last != (one.verdict(), one.use()):
+            rows.append(Use(data, [tokens], {}))
+        rows[-1].plans[tokens, network] = one
     return rows
 
 

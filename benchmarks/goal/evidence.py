@@ -11,24 +11,35 @@ run, so a method that ends a little above the target runs once more, half as lon
 there in that either has no steps. The error is the standard error of the steps of single seeds. Where
 several ran and only one got there itself, steps are not measured: the mean hangs on that one. The rate and
 the decay are divided by those of AdamW in the cell.
+
+The planner has one ratio of tokens for each method, ``to_loss``. Where AdamW ran in several lengths it is
+`settings.reading`; elsewhere it is the steps to the target of 80 %, over those of AdamW.
 """
 
 import itertools
 import json
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from report import Rows, rows_of
 
 from goal import curves
 from goal.contenders import GONE, Hyper
-from goal.model import LONGER, STEPS, WIDTH
+from goal.model import STEPS
+from goal.settings import BASE, Cells, Key, cells_of, last, reading, slope_at, steps_of, usual
 from lioncub_jax.tools.plan import parameters_in
-from lioncub_jax.tools.plan.evidence import TARGETS, VERSION
+from lioncub_jax.tools.plan.evidence import VERSION
 
+TARGETS = (
+    0.6,
+    0.8,
+    1.0,
+)  # shares of the better float32 optimizer's run, after which its loss is a target
+TARGET = 0.8  # of the tables of time to the loss
+RANKED = TARGETS.index(TARGET)
+ONE_RUN = 0.1  # relative standard error of steps that one run was seen to take
 Curve = list[tuple[float, float]]  # steps and the least loss so far
 BASELINES = "lion", "adamw"
 # Without all of them a cell has no answer: of short runs, and of longer ones and other sizes.
@@ -39,94 +50,77 @@ COMPARED = {
 DIGITS = 4
 
 
-class Key(NamedTuple):
-    """A cell, in the order of the file.
-
-    Attributes:
-      data: "alike" or "different".
-      tokens: that a worker sees in a step.
-      workers: how many.
-      width: of the model.
-      steps: of a worker in a run; those of runs half as long again are in the cell of the others.
-    """
-
-    data: str
-    tokens: int
-    workers: int
-    width: int
-    steps: int
-
-    @classmethod
-    def of(cls, row: dict[str, Any]) -> "Key":
-        steps = STEPS if steps_of(row) == LONGER else steps_of(row)
-        return cls(row["data"], row["tokens"], row["workers"], row.get("width", WIDTH), steps)
-
-
-def cells_of(rows: Rows) -> dict[Key, dict[str, Rows]]:
-    """The curves of each cell and method, each run once, in the order of their cells."""
-    result: dict[Key, dict[str, Rows]] = defaultdict(lambda: defaultdict(list))
-    for run, row in {curves.key_of(row): row for row in rows_of(rows, part="curve")}.items():
-        if run is not None:
-            result[Key.of(row)][row["contender"]].append(row)
-    return dict(sorted(result.items()))
-
-
 def evidence(rows: Rows) -> dict[str, Any]:
     """The content of the packaged file.
 
     Raises:
       ValueError: for rows of no cell in which all ran that are compared.
     """
-    cells = [
-        cell_of(key, methods)
-        for key, methods in cells_of(rows).items()
-        if all(name in methods for name in COMPARED[key.steps == STEPS])
+    known = cells_of(rows)
+    compared = [
+        cell_of(key, known)
+        for key, cell in known.items()
+        if all(name in cell.rows for name in COMPARED[key.steps == STEPS])
     ]
-    if not cells:
+    if not compared:
         raise ValueError(f"no cell in which {', '.join(COMPARED[True])} ran: run them first")
     return {
         "version": VERSION,
         "study": {"model": "byte GPT", "dataset": "Python's standard library"},
-        "cells": cells,
+        "cells": compared,
         "times": times_of(rows),
     }
 
 
-def cell_of(key: Key, methods: dict[str, Rows]) -> dict[str, Any]:
+def cell_of(key: Key, cells: Cells) -> dict[str, Any]:
     """All that was run in a cell."""
-    steps = key.steps
-    known = [name for name in BASELINES if name in methods]
-    means = {name: mean_of(chosen(methods[name], steps), steps) for name in known}
-    better = min(known, key=lambda name: means[name][-1][1])
+    steps, cell = key.steps, cells[key]
+    means = {name: mean_of(cell.rows[name], steps) for name in BASELINES if name in cell.rows}
+    better = min(means, key=lambda name: means[name][-1][1])
     targets = [at(means[better], share * steps) for share in TARGETS]
-    adamw = curves.hyper_of(chosen(methods["adamw"], steps)[-1])
+    adamw = curves.hyper_of(cell.rows[BASE][-1])
+    methods = {
+        name: learned_of(cell.chosen[name], steps, targets, adamw, name == better)
+        for name in cell.rows
+    }
+    lines = slope_at(cells, key) is not None
+    for name, how in methods.items():
+        to_loss = by_line(name, cells, key) if lines else by_steps(how, methods[BASE])
+        if to_loss:
+            how["to_loss"] = to_loss
     return {
         "tokens": key.tokens, "workers": key.workers, "data": key.data, "steps": steps,
         "parameters": parameters_in(curves.shapes(key.width)), "better": better,
         "loss": dict(zip(map(str, TARGETS), map(rounded, targets), strict=True)),
-        "methods": {
-            name: learned_of(chosen(rows, steps), steps, targets, adamw, name == better)
-            for name, rows in methods.items()
-        },
+        "methods": methods,
     }  # fmt: skip
 
 
-def chosen(rows: Rows, steps: int) -> Rows:
-    """Runs of the choice that ran with most seeds; of several the one with the least loss."""
-    each: dict[Hyper, Rows] = defaultdict(list)
-    for row in rows:
-        each[curves.hyper_of(row)].append(row)
-
-    def worth(some: Rows) -> tuple[int, float]:
-        seen = usual(some, steps)
-        return -len(seen), min((last(row) for row in seen), default=math.inf)
-
-    return min(each.values(), key=worth)
+def by_line(name: str, cells: Cells, key: Key) -> dict[str, Any]:
+    """Tokens to AdamW's last loss over AdamW's; no ratio for a line that does not come there."""
+    read, runs = reading(name, cells, key), len(cells[key].rows[name])
+    if read is None:
+        return {"ratio": None, "error": None, "runs": runs}
+    error = ONE_RUN * read.ratio if read.error is None else read.error / 2  # of a 95 % interval
+    if name == BASE:
+        error = 0.0
+    return {"ratio": rounded(read.ratio), "error": rounded(error), "runs": runs}
 
 
-def last(row: dict[str, Any]) -> float:
-    """The loss at the end; infinite for a run that diverged."""
-    return math.inf if row["loss"][-1] is None else row["loss"][-1]
+def by_steps(how: dict[str, Any], base: dict[str, Any]) -> dict[str, Any] | None:
+    """Steps to the target over AdamW's; None for what is not measured."""
+    steps, runs = how["steps"][RANKED], how["runs"][RANKED]
+    if not runs or not steps:
+        return {"ratio": None, "error": None, "runs": runs} if runs else None
+    ratio = steps / base["steps"][RANKED]
+    error = ratio * math.hypot(relative(how), relative(base)) if how is not base else 0.0
+    return {"ratio": rounded(ratio), "error": rounded(error), "runs": runs}
+
+
+def relative(how: dict[str, Any]) -> float:
+    """The standard error of the steps to the target, over these steps."""
+    error = how["error"][RANKED]
+    return ONE_RUN if error is None else error / how["steps"][RANKED]
 
 
 def mean_of(rows: Rows, steps: int) -> Curve:
@@ -202,16 +196,6 @@ def curve_of(row: dict[str, Any]) -> Curve:
     """The points of a run; what is no number is infinite, for nothing is reached there."""
     losses = [math.inf if x is None else x for x in row["loss"]]
     return [(steps_of(row) * (i + 1) / len(losses), x) for i, x in enumerate(losses)]
-
-
-def usual(rows: Rows, steps: int) -> Rows:
-    """Those of runs that are not half as long again."""
-    return [row for row in rows if steps_of(row) == steps]
-
-
-def steps_of(row: dict[str, Any]) -> int:
-    """Steps of the run of a row."""
-    return row.get("steps", STEPS)
 
 
 def falling(curves: Sequence[Curve]) -> Curve:

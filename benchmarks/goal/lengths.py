@@ -16,8 +16,8 @@ from report import Rows
 from goal import tuning
 from goal.contenders import DECAYS, OUTERS, Hyper, contender_named
 from goal.curves import Run, Runner, hyper_of, key_of
-from goal.evidence import last
 from goal.model import STEPS, WIDTH
+from goal.settings import last
 
 WORKERS, TOKENS = 8, 256
 SEEDS = 3

@@ -21,13 +21,13 @@ import report
 import lioncub_jax as lc
 from goal import answer, curves
 from goal.contenders import CODED, CONTENDERS, FULL, OURS, WARMUP, Hyper, contender_named
+from goal.evidence import TARGET, TARGETS
 from goal.lab import NOTHING, TORCH, UNSHAPED, WORKERS
 from goal.model import STEPS
 from lioncub_jax.audit import units
 from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools.cli import main as cli
 from lioncub_jax.tools.plan import parameters_in
-from lioncub_jax.tools.plan.evidence import TARGET, TARGETS
 
 ROOT = Path(__file__).parents[2]
 WITHOUT = "nobody"  # the first where no method gets there

@@ -5,25 +5,20 @@ schedule made for it" reads off, from a line through the last losses of a method
 tokens, where it comes to the loss of AdamW. Differences are those of `paired`.
 """
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 
 import report
 from report import Rows
 
 from goal import lengths, pages
 from goal.curves import hyper_of, shapes
-from goal.evidence import Key, cells_of, chosen, last, usual
 from goal.lengths import TOKENS, WORKERS
 from goal.model import STEPS, WIDTH
-from goal.paired import Difference, Pooled, pooled
+from goal.settings import BASE, Cell, Key, cells_of, last, reading
 from lioncub_jax.tools.plan import parameters_in
 
-BASE = "adamw"
 GOAL = 0.03  # bits per byte behind float32 Lion, of the vote
-BEYOND = 2.0  # times the longest run of a method: lines are drawn no further
 
 
 def setting(steps: int, tokens: int = TOKENS, width: int = WIDTH) -> Key:
@@ -48,34 +43,11 @@ SHORT = {
 }  # fmt: skip
 
 
-class Cell:
-    """The runs of a setting: the chosen runs of each method that did not diverge, and their deviation."""
-
-    def __init__(self, key: Key, methods: Mapping[str, Rows]):
-        self.rows = {
-            name: usual(chosen(rows, key.steps), key.steps) for name, rows in methods.items()
-        }
-        self.all = methods
-        self.losses = {
-            name: {row["seed"]: last(row) for row in rows}
-            for name, rows in self.rows.items()
-            if rows and all(math.isfinite(last(row)) for row in rows)
-        }
-
-    @cached_property
-    def pooled(self) -> Pooled:
-        return pooled(self.losses)
-
-    def behind(self, name: str, other: str = BASE) -> Difference | None:
-        """The loss of a method less that of another; None where one did not run, or diverged."""
-        return self.pooled.less(name, other) if self.losses else None
-
-
 class Study:
     """All cells of the rows of both files."""
 
     def __init__(self, rows: Rows):
-        self.cells = {key: Cell(key, methods) for key, methods in cells_of(rows).items()}
+        self.cells = cells_of(rows)
         self._rows = rows
 
     def cell(self, key: Key) -> Cell:
@@ -151,20 +123,11 @@ class Study:
 
     def ratio(self, name: str, goal: Key) -> str:
         """Tokens of a method to a loss, over AdamW's; "" where no line comes there."""
-        points = [
-            (math.log(key.steps), self.cell(key).pooled.means[name])
-            for key in LENGTHS
-            if name in self.cell(key).losses
-        ]
-        target, difference = self.cell(goal).pooled.means[BASE], self.cell(goal).behind(name)
-        read = crossing(points, target)
+        read = reading(name, self.cells, goal)
         if read is None:
             return ""
-        at, slope = read
-        times, drawn_on = math.exp(at - math.log(goal.steps)), at > points[-1][0]
-        if difference is None or difference.error is None:
-            return f"{'about ' * drawn_on}{times:.2f}, one seed"
-        return f"{'about ' * drawn_on}{times:.2f} ± {times * difference.error / abs(slope):.2f}"
+        about, sure = "about " * read.beyond, f" ± {read.error:.2f}" if read.error else ", one seed"
+        return f"{about}{read.ratio:.2f}{sure}"
 
     def tuning(self) -> str:
         """The choice of tuning for runs of 1,024 steps, in units of AdamW."""
@@ -320,20 +283,6 @@ PARTS = {
     "ladder": "sizes", "256": "256 steps",
 }  # fmt: skip
 OCTAVE = 12**-0.5  # error of a best rate that is known to an octave, as a logarithm to base 2
-
-
-def crossing(points: Sequence[tuple[float, float]], target: float) -> tuple[float, float] | None:
-    """The place where a line through points first falls to a target, and its slope there.
-
-    The last piece goes on until `BEYOND` times its end; the first one begins nowhere else.
-    """
-    for (before, high), (after, low) in itertools.pairwise(points):
-        slope = (low - high) / (after - before)
-        at = before + (target - high) / slope if slope < 0 else math.inf
-        end = after + (math.log(BEYOND) if after == points[-1][0] else 0)
-        if before <= at <= end:
-            return at, slope
-    return None
 
 
 def rate_over(cell: Cell, name: str) -> float | None:

@@ -1,24 +1,20 @@
-"""Evidence of learning: the steps of each method to a loss, by setting.
+"""Evidence of learning: the tokens of each method to a loss, by setting.
 
 `evidence.json`, beside this file, is made from committed rows of runs and read on first use. Its schema:
 
-    {"version": 3,
+    {"version": 4,
      "study": {"model": "byte GPT", "dataset": "..."},
      "cells": [{"tokens": 256, "workers": 8, "data": "alike", "steps": 1024, "parameters": 430720,
-                "better": "adamw", "loss": {"0.6": 2.9, "0.8": 2.7, "1.0": 2.6},
-                "methods": {"vote": {"steps": [207.1, null, null], "error": [4.4, null, null],
-                                     "runs": [3, 0, 2], "loss": 2.784, "rate_over_adamw": 0.5,
-                                     "b1": 0.8, "b2": 0.9, "decay_over_adamw": 10.0}}}],
-     "times": [...]}
+                "methods": {"vote": {"to_loss": {"ratio": 1.12, "error": 0.03, "runs": 3},
+                                     "rate_over_adamw": 0.35, "b1": 0.8, "b2": 0.9,
+                                     "decay_over_adamw": 10.0}}}]}
 
 A cell is one setting: the tokens that a worker sees in a (micro-)step, workers, data, the length of a run
 in (micro-)steps of a worker, and the size of the model. Cells may differ in ``steps`` or ``parameters``
-alone. ``loss`` holds the losses of the better float32 optimizer after 60, 80 and 100 % of its run. The
-lists of a method have one entry for each of them: (micro-)steps of a worker to that loss, their standard
-error over seeds (null where fewer than two runs got there), and runs behind them (0: not measured).
-``vote-micro-4`` is ``vote`` with one exchange in 4 micro-steps; its steps are micro-steps, so that steps
-are tokens in all methods. Every cell has ``adamw``, in whose units rates and decays are. A file may say
-more; only ``times`` (of the benchmark) and the fields of `Cell` and `Learned` are read.
+alone. ``to_loss`` has a method's tokens to a loss over those of float32 AdamW, their standard error, and
+runs behind them; a ratio is null where the method was not seen to get there, and a method without
+``to_loss`` was not measured. ``vote-micro-4`` is ``vote`` with one exchange in 4 micro-steps. Rates and
+decays are in units of AdamW's. A file may say more.
 """
 
 import functools
@@ -30,20 +26,13 @@ from typing import Any, NamedTuple
 
 from lioncub_jax.exchange.arguments import check_count, check_number
 
-VERSION = 3  # of the packaged file
-TARGETS = (
-    0.6,
-    0.8,
-    1.0,
-)  # shares of the better float32 optimizer's run, after which its loss is a target
-TARGET = 0.8  # the one that methods are ranked by
-RANKED = TARGETS.index(TARGET)
+VERSION = 4  # of the packaged file
 DATA = ("alike", "different")  # what workers see: the same kind, or classes or texts of their own
 WINDOW = 32  # tokens; no worker saw less in a step
 HERE, NEAR, FAR = "here", "near", "far"
 FAR_TOKENS, FAR_WORKERS = 4, 2  # ratios; beyond them a cell says little
-ONE_RUN = 0.1  # relative standard error of steps that one run was seen to take
 REFERENCE = "adamw"
+LONG_RUN = 1000  # steps; in shorter ones the order of methods was another
 
 
 class Learned(NamedTuple):
@@ -205,23 +194,17 @@ def read(path: Path) -> Evidence:
 
 
 def _cell(row: Mapping[str, Any]) -> Cell:
-    """A cell of the file, with the methods whose steps are known."""
-    reference, methods = row["methods"][REFERENCE], {}
-    base = reference["steps"][RANKED]
+    """A cell of the file, with the methods that were measured."""
+    methods = {}
     for name, one in row["methods"].items():
-        if not one["runs"][RANKED]:
-            continue
-        steps, ratio, error = one["steps"][RANKED], math.inf, 0.0
-        if steps:
-            ratio = steps / base
-            relative = [
-                (of["error"][RANKED] or ONE_RUN * of["steps"][RANKED]) / of["steps"][RANKED]
-                for of in (one, reference)
-            ]
-            error = 0.0 if name == REFERENCE else ratio * math.hypot(*relative)
-        tuned = {field: one[field] for field in Learned._fields[-4:]}
-        methods[name] = Learned(
-            ratio, error, row["steps"], row["parameters"], one["runs"][RANKED], **tuned
-        )
+        if to_loss := one.get("to_loss"):
+            methods[name] = Learned(
+                ratio=math.inf if to_loss["ratio"] is None else to_loss["ratio"],
+                error=to_loss["error"] or 0.0,
+                runs=to_loss["runs"],
+                steps=row["steps"],
+                parameters=row["parameters"],
+                **{field: one[field] for field in Learned._fields[-4:]},
+            )
     given = {field: row[field] for field in ("tokens", "data", "steps", "parameters")}
     return Cell(num_workers=row["workers"], methods=methods, **given)

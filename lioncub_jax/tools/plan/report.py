@@ -116,7 +116,7 @@ class Plan(NamedTuple):
             return NOTHING
         if self.too_slow():
             return LOCAL_STEPS
-        if self.overlaps():
+        if self.overlaps(min(self.cluster.shares())):
             return HIDES
         other = self.first("ours", "peer")
         if not other and not self.first("mean"):
@@ -134,17 +134,10 @@ class Plan(NamedTuple):
         }
         return self.first(*kinds.get(self.verdict(), ("none",))) or NOT_MEASURED
 
-    def mean_takes(self, share: float | None = None) -> float:
-        """Returns the seconds of the mean that sends least, at the least share; infinite if none fits."""
-        at = share or min(self.cluster.shares())
-        return min(
-            (
-                row.estimate.communication(at)
-                for row in self.rows.values()
-                if row.scheme.kind == "mean"
-            ),
-            default=math.inf,
-        )
+    def mean(self) -> Row | None:
+        """Returns the all-reduce of gradients that takes least; None if none fits."""
+        means = [row for row in self.rows.values() if row.scheme.kind == "mean"]
+        return min(means, key=lambda row: row.estimate.communication(), default=None)
 
     def too_slow(self) -> float:
         """Returns how many times as long as computing the least exchange takes, if that is too long; or 0.
@@ -152,24 +145,34 @@ class Plan(NamedTuple):
         Of two workers votes are not measured, and the least exchange is a mean.
         """
         best, waits = max(self.cluster.shares()), self.cluster.link.latency
+        kinds = {"mean"} if self.cluster.num_workers == 2 else {"ours", "peer", "mean"}
         takes = min(
             (
                 row.estimate.communication(best) / row.accumulate
                 for row in self.rows.values()
-                if row.scheme.every == 1
-                and (self.cluster.num_workers > 2 or row.scheme.kind == "mean")
+                if row.scheme.every == 1 and row.scheme.kind in kinds
             ),
             default=0.0,
         )
-        too_long = takes > LONG * self.compute or (
-            waits > self.compute and not self.cluster.measured
-        )
-        return takes / self.compute if too_long else 0.0
+        late = waits > self.compute and not self.cluster.measured
+        return takes / self.compute if late or takes > LONG * self.compute else 0.0
 
-    def overlaps(self, share: float | None = None) -> bool:
+    def overlaps(self, share: float) -> bool:
         """Returns whether an all-reduce, which may overlap, takes no longer than computing."""
-        most = max(overlap for _, overlap in self.corners()[1:])
-        return most == 1 and self.mean_takes(share) <= self.compute
+        mean, most = self.mean(), max(overlap for _, overlap in self.corners()[1:])
+        if mean is None:
+            return False
+        return most == 1 and mean.estimate.communication(share) <= self.compute
+
+    def hides_from(self) -> float:
+        """Returns the rate of links from which an all-reduce can hide behind computing; or infinity."""
+        mean = self.mean()
+        if not mean or mean.estimate.fixed >= self.compute or self.corners()[-1][1] < 1:
+            return math.inf
+        rate = needs = mean.estimate.link_bits / (self.compute - mean.estimate.fixed)
+        for _ in range(2):  # the share depends on the rate
+            rate = needs / min(self.cluster.at(rate).shares())
+        return rate
 
     def ceiling(self, name: str) -> float:
         """Returns how many times as fast as the best mean a method may be if it learns like AdamW."""
@@ -300,10 +303,10 @@ def advice(plan: Plan) -> str:
     row, other = plan.rows[plan.use()], plan.first("ours", "peer")
     assert row.learned
     rest = f"{_rival(plan)}{_tuned(row.learned)} {_measured(plan, row)}"
-    if verdict == USE_MEAN and not other:
-        return f"Use {row.code}: no other method was seen to reach the loss. {rest}"
     if not plan.first("mean"):
         return f"Use {row.code}: no all-reduce of gradients fits a device. {rest}"
+    if not other:
+        return f"Use {row.code}: no other method was seen to reach the loss. {rest}"
     low, high = map(digits, plan.range_over_means(other))
     if verdict == USE_MEAN:
         return (
@@ -311,8 +314,13 @@ def advice(plan: Plan) -> str:
             f"gradients. {plan.rows[other].code}, the best other, is at most {high} times as fast. Use "
             f"{row.code}. {rest}"
         )
-    mean = plan.rows[plan.first("mean")].code
-    gains = f"{low} to {high} times as fast as the best all-reduce of gradients, {mean}."
+    gains = (
+        f"{low} to {high} times as fast as the best all-reduce of gradients, "
+        f"{plan.rows[plan.first('mean')].code}."
+    )
+    if plan.hides_from() < math.inf:
+        rate = rate_text(float(f"{plan.hides_from():.2g}"))
+        gains += f" From about {rate} that all-reduce can hide behind computing."
     if verdict == MEASURE:
         return f"Measure first: {where} {row.code} is {gains} {_what_to_measure(plan)} {rest}"
     return f"Use {row.code}: {where} it is {gains} {rest}"
@@ -354,18 +362,20 @@ def _rival(plan: Plan) -> str:
 def _what_to_measure(plan: Plan) -> str:
     """The one number that narrows the range most."""
     name, (middle, *ends) = plan.use(), plan.corners()
+    known_rate = [(middle[0], overlap) for _, overlap in ends]
+    known_overlap = [(share, middle[1]) for share, _ in ends]
     ranges = {
-        "Measure the rate that an all-reduce reaches, by lioncub probe.": plan.range_over_means(
-            name, [(middle[0], overlap) for _, overlap in ends]
+        "the rate that an all-reduce reaches, by lioncub probe": plan.range_over_means(
+            name, known_rate
         ),
-        "Measure how much of an all-reduce overlaps with computing, by lioncub probe --step.": (
-            plan.range_over_means(name, [(share, middle[1]) for share, _ in ends])
+        "how much of an all-reduce overlaps with computing, by lioncub probe --step": (
+            plan.range_over_means(name, known_overlap)
         ),
-        "Measure its steps to a loss: run both for some hundreds of steps.": plan.range_over_means(
+        "its steps to a loss: run both for some hundreds of steps": plan.range_over_means(
             name, errors=0
         ),
     }
-    return min(ranges, key=lambda words: ranges[words][1] / ranges[words][0])
+    return f"Measure {min(ranges, key=lambda words: ranges[words][1] / ranges[words][0])}."
 
 
 def _local_steps(plan: Plan) -> str:
@@ -383,35 +393,40 @@ def _local_steps(plan: Plan) -> str:
 
 
 def _hides(plan: Plan) -> str:
-    takes = seconds_text(plan.mean_takes())
+    mean = plan.mean()
+    assert mean
+    takes = mean.estimate.communication(min(plan.cluster.shares()))
     unknown = f" Nobody ran {_asked(plan)}." if plan.nearest.distance == evidence.FAR else ""
     return (
-        f"Do not use this: {_link_text(plan)} an all-reduce of gradients in bfloat16 takes at most {takes} "
-        f"of a step of {seconds_text(plan.compute)}, and can hide behind computing. Make it overlap "
-        f"(lioncub probe --step says how much does), or accumulate micro-steps.{unknown}"
+        f"Do not use this: {_link_text(plan)} an all-reduce of gradients in bfloat16 takes at most "
+        f"{seconds_text(float(f'{takes:.2g}'))} of a step of {seconds_text(plan.compute)}, and can hide "
+        "behind computing. Make it overlap (lioncub probe --step says how much does), or accumulate "
+        f"micro-steps.{unknown}"
     )
 
 
 def _far(plan: Plan) -> str:
-    ours = {
+    gains = {
         name: plan.ceiling(name) for name, row in plan.rows.items() if row.scheme.kind == "ours"
     }
-    name = "owner-adamw" if "owner-adamw" in ours else next(iter(ours))
-    code, cell, useless = plan.rows[name].code, plan.nearest.cell, max(ours.values()) < WORTHWHILE
+    name = "owner-adamw" if "owner-adamw" in gains else next(iter(gains))
+    code, cell, mean = plan.rows[name].code, plan.nearest.cell, plan.mean()
+    useless = max(gains.values()) < WORTHWHILE
     words = "Do not use this: " if useless else "Not measured: "
     words += f"nobody ran {_asked(plan)}. The nearest runs had {_cell(cell)}. "
     if plan.tokens > cell.tokens and plan.data == cell.data:
         words += "With more tokens, methods that send less took more steps. "
-    if ours[name] < math.inf:
-        words += (
-            f"If {code} learned like AdamW, {_link_text(plan)} it would be at most {digits(ours[name])} "
-            "times as fast as an all-reduce of gradients. "
-        )
+    if not mean:
+        return f"{words}No all-reduce of gradients fits a device, and {code} does."
+    words += (
+        f"If {code} learned like AdamW, {_link_text(plan)} it would be at most {digits(gains[name])} times "
+        "as fast as an all-reduce of gradients. "
+    )
     if useless:
         return words + "No method of this library could gain 5%."
     words += (
-        f"Run {scheme_named(evidence.REFERENCE).code} and {code} for some hundred steps, and compare their "
-        "losses after the same time."
+        f"Run {plan.rows.get(evidence.REFERENCE, mean).code} and {code} for some hundred steps, and "
+        "compare their losses after the same time."
     )
     if plan.overlaps(max(plan.cluster.shares())):
         words += " An all-reduce may hide behind computing: let it overlap."
@@ -432,24 +447,30 @@ def _cell(cell: evidence.Cell) -> str:
 
 
 def _measured(plan: Plan, row: Row) -> str:
-    """The setting in which it was measured, and its distance from what was asked."""
+    """The runs behind an answer, and what is not as in them."""
     (cell, distance, _), how, study = plan.nearest, row.learned, evidence.packaged().study
     assert how
-    near = "with" if distance == evidence.HERE else f"near {_asked(plan)}: with"
-    name, notes = row.scheme.name, ""
-    if name != row.scheme.learns:
-        notes = "; bfloat16 is assumed to learn like float32"
-    if name.startswith("powersgd"):
-        notes = "; the rank is the same share of the width"
-    if plan.tokens > cell.tokens:
-        notes += "; with more tokens votes and codes took more steps, so expect less"
-    if plan.cluster.num_workers == 2:
-        notes += "; votes of two workers, where each disagreement is a tie, were not measured"
-    return (
-        f"Measured {near} {_cell(cell)}, runs of {how.steps:,} steps of a {study['model']} of "
-        f"{how.parameters:,} parameters (yours has {plan.parameters:,}) on {study['dataset']}, "
-        f"{how.runs} seed{'s' * (how.runs > 1)}, not on a GPU{notes}."
+    near = "" if distance == evidence.HERE else f" near {_asked(plan)}"
+    only, seeds = (
+        "only " * (how.steps < evidence.LONG_RUN),
+        f"{how.runs} seed{'s' * (how.runs > 1)}",
     )
+    name = row.scheme.name
+    notes = {
+        "bfloat16 is assumed to learn like float32.": name != row.scheme.learns,
+        "The rank is the same share of the width.": name.startswith("powersgd"),
+        "With more tokens votes and codes took more steps, so expect less.": plan.tokens
+        > cell.tokens,
+        "Votes of two workers, where each disagreement is a tie, were not measured.": (
+            plan.cluster.num_workers == 2
+        ),
+    }
+    runs = (
+        f"Measured{near}: {_cell(cell)}. These were runs of {only}{how.steps:,} steps of a "
+        f"{study['model']} of {how.parameters:,} parameters (yours has {plan.parameters:,}) on "
+        f"{study['dataset']}, {seeds}, not on a GPU."
+    )
+    return " ".join([runs, *(note for note, holds in notes.items() if holds)])
 
 
 def digits(number: float) -> str:
