@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
 from lioncub_jax.baselines.terngrad import Total
+from lioncub_jax.exchange.arguments import part
 
 Q, D, WIRES, SYNC = lc.quantize, lc.decide, lc.wires, lc.sync
 PARAMS = {"w": jnp.ones((5,))}
@@ -199,6 +200,48 @@ def test_more_workers_than_a_code_or_wire_can_count():
         assert predict(workers - 1, **parts).sent_bytes > 0
         with raises(ValueError, words):
             predict(workers, **parts)
+
+
+MAJORITY = type(D.majority())
+
+
+@part
+class TooLittle(MAJORITY):
+    """Without the pairs of votes, which its size has."""
+
+    def decide(self, *received):
+        reply, state = super().decide(*received)
+        return reply._replace(stats=reply.stats._replace(pairs=())), state
+
+
+@part
+class TooMuch(MAJORITY):
+    """With the pairs of votes, and a size without them."""
+
+    def reply_size(self, *sizes):
+        return super().reply_size(*sizes)._replace(numbers=2)
+
+
+@part
+class NoRows(MAJORITY):
+    """Without the rows that move."""
+
+    def encode_reply(self, *counted):
+        planes, _, signs = super().encode_reply(*counted)
+        return planes, None, signs
+
+
+@pytest.mark.parametrize(
+    ("decision", "words"),
+    [
+        (TooLittle(), "1 planes, 2 numbers and 1 words ... says 1, 4 and 1: give what Decision.reply_size"),
+        (TooMuch(), "1 planes, 4 numbers and 1 words ... says 1, 2 and 1"),
+        (NoRows(), "1 planes, 4 numbers and 0 words ... says 1, 4 and 1"),
+    ],
+)  # fmt: skip
+def test_a_reply_of_another_size_than_its_decision_says(decision, words):
+    with raises(ValueError, words):
+        predict(2, decision=decision)
 
 
 # --- One call ---------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from lioncub_jax.baselines import compression
 from lioncub_jax.exchange import bits, quantize, votes, wires
 from lioncub_jax.exchange.arguments import check_betas, check_number, part
 from lioncub_jax.exchange.decision import DecideContext, Planes
-from lioncub_jax.exchange.message import Format, Size
+from lioncub_jax.exchange.message import Format
 from lioncub_jax.exchange.momentum import nothing
 from lioncub_jax.exchange.quantize import Code, Quantizer
 from lioncub_jax.exchange.transform import communicate
@@ -54,9 +54,9 @@ class Total(Vote):
         sums = bits.unpack_stored(planes, num_rows).astype(jnp.int32)
         return jnp.minimum(sums, fmt.max_sum) - fmt.max_sum // 2
 
-    def reply_size(self, num_rows: int, max_code: int, num_workers: int) -> Size:
+    def reply_words(self, max_code: int, num_rows: int, num_workers: int) -> tuple[int, int]:
         """Bits of the sum."""
-        return votes.size_of_sum(num_rows, max_code, num_workers, 0)
+        return (num_workers * max_code).bit_length(), 0
 
     def local_update(self, x: jax.Array) -> jax.Array:
         """The value itself, which the sum has on average."""

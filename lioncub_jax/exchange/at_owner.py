@@ -27,7 +27,6 @@ from lioncub_jax.exchange.votes import (
     Signs,
     decode_signs,
     number_of_ties,
-    size_of_signs,
     with_tie_bits,
 )
 from lioncub_jax.mesh import kernels
@@ -136,7 +135,7 @@ class AtOwner(Decision):
         """The decoded reply."""
         return self.codec.decode(planes, row_data, num_rows)
 
-    def reply_size(self, num_rows: int, max_code: int, num_workers: int) -> Size:
+    def reply_size(self, code: Code, num_rows: int, num_workers: int) -> Size:
         """Size of the coded reply."""
         return self.codec.size(num_rows)
 
@@ -185,7 +184,7 @@ def share(present: jax.Array) -> jax.Array:
 
 
 def _where_valid(valid: jax.Array, new: optax.OptState, old: optax.OptState) -> optax.OptState:
-    """The new state where means are valid, the old one elsewhere; counters are left to the step.
+    """The new state where means are valid, the old one elsewhere; `transform.next_state` has counters.
 
     An infinity is stored as the largest finite number: it would stay forever.
     """
@@ -249,7 +248,10 @@ def sign() -> ReplyCodec:
         stats = stats._replace(ties=number_of_ties(signs, context))
         return Reply([with_tie_bits(signs, context)], moved, stats), error
 
-    return ReplyCodec("sign", encode, decode_signs, size_of_signs, local_update=jnp.sign)
+    def size(num_rows: int) -> Size:
+        return reply_size(1, num_rows * bits.WORDS_PER_ROW, bits.row_words(num_rows))
+
+    return ReplyCodec("sign", encode, decode_signs, size, local_update=jnp.sign)
 
 
 def values() -> ReplyCodec:
@@ -275,7 +277,7 @@ def values() -> ReplyCodec:
     def size(num_rows: int) -> Size:
         return reply_size(1, num_rows * ROW, 0)
 
-    return ReplyCodec("floats", encode, decode, size)
+    return ReplyCodec("values", encode, decode, size)
 
 
 def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
@@ -303,20 +305,18 @@ def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
     quantize.check_bits("codes", p, 1)
     check_floating("dtype", dtype)
     # All multiples of half a scale are finite: the largest bfloat16 is 255 times this power of two.
-    largest = 255 // (2**p - 1) * 2.0**120
-
-    def values_of(q: jax.Array, half: jax.Array) -> jax.Array:  # exact products
-        return (2 * q.astype(jnp.int32) - (2**p - 1)).astype(jnp.float32) * half[..., None]
+    max_code = 2**p - 1
+    largest = 255 // max_code * 2.0**120
 
     def encode(
         u: jax.Array, valid: jax.Array, context: DecideContext, stats: BucketStats, error: jax.Array
     ) -> tuple[Reply, jax.Array]:
         x = jnp.where(valid, u + error.astype(jnp.float32), 0)
-        mean, _ = quantize.row_scale(x, context.row_sizes)
+        mean, _ = quantize.row_mean(x, context.row_sizes)
         half = quantize.to_bfloat16(quantize.GAUSSIAN_STEP[p] / 2 * mean)
         half = jnp.minimum(half, largest)
         q = quantize.midrise_codes(x, x >= 0, 2 * half, p)
-        new_error = quantize.saturated(x - values_of(q, half), error.dtype)
+        new_error = quantize.saturated(x - quantize.dequantized(q, max_code, half), error.dtype)
         new_error = jnp.where(valid, new_error, error)
         # If no worker participates no element is valid, so the scale is 0.
         row_data = half.astype(jnp.bfloat16).reshape(context.num_chunks, -1).view(jnp.uint32)
@@ -326,7 +326,7 @@ def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
         assert row_data is not None
         half = row_data.view(jnp.bfloat16).reshape(-1, num_rows).astype(jnp.float32)
         half = jnp.where((half >= 0) & (half <= largest), half, 0)  # whatever an owner sends
-        return values_of(bits.unpack(planes, num_rows), half)
+        return quantize.dequantized(bits.unpack(planes, num_rows), max_code, half)
 
     def size(num_rows: int) -> Size:
         return reply_size(p, num_rows * bits.WORDS_PER_ROW, num_rows // 2)

@@ -199,7 +199,7 @@ def _report_workers(sums: np.ndarray, averaged: np.ndarray, step: np.ndarray) ->
 
 def check_group(quantizer: Quantizer, code: Code) -> None:
     """Raises ``ValueError`` for codes that cannot serve two levels."""
-    if code.uses_leaf_scale:
+    if code.uses_leaf_mean:
         raise ValueError(
             f"{quantizer.name} has one scale for a whole leaf, and a device of a group has a chunk of many "
             "leaves: give sign(), ternary() or midrise(p)"

@@ -87,9 +87,13 @@ class Decision:
         """The update ``[chunks, rows, 128]`` of a reply."""
         raise NotImplementedError
 
-    def reply_size(self, num_rows: int, max_code: int, num_workers: int) -> Size:
-        """Size of a reply about one chunk."""
+    def reply_size(self, code: Code, num_rows: int, num_workers: int) -> Size:
+        """Size of what `decide` returns about one chunk of ``num_rows``; another reply is an error."""
         raise NotImplementedError
+
+    def counts_pairs(self, code: Code) -> bool:
+        """True where replies have pairs of votes among their statistics."""
+        return False
 
     def local_update(self, x: jax.Array) -> jax.Array:
         """The update of a single worker, without codes, from its direction or the owner's result."""

@@ -78,7 +78,8 @@ class BucketStats(NamedTuple):
     Attributes:
       ties: ``uint32[chunks]``, elements with votes that cancel, in rows that move; 0 where none are
         counted.
-      pairs: ``float32[chunks]`` each, pairs of votes that differ, and all pairs; () where none are counted.
+      pairs: ``float32[chunks]`` each, pairs of votes that differ, and all pairs; () but for votes of one
+        bit.
       present: ``uint32[]``, how many workers participate.
     """
 
@@ -130,9 +131,10 @@ def message_size(planes: int, plane_words: int, row_words: int) -> Size:
     return Size(planes, plane_words, numbers=1, row_words=row_words, multiple=CACHE_LINE)
 
 
-def reply_size(planes: int, plane_words: int, row_words: int) -> Size:
-    """Size of a reply about one chunk, in whole vectors of a TPU; without pairs of votes."""
-    return Size(planes, plane_words, numbers=2, row_words=row_words, multiple=VECTOR)
+def reply_size(planes: int, plane_words: int, row_words: int, pairs: bool = False) -> Size:
+    """Size of a reply about one chunk, in whole vectors of a TPU; ``pairs``: with the pairs of votes."""
+    numbers = 4 if pairs else 2
+    return Size(planes, plane_words, numbers=numbers, row_words=row_words, multiple=VECTOR)
 
 
 def padded_size(words: int, multiple: int) -> int:
@@ -153,7 +155,7 @@ class Format(NamedTuple):
       max_code: the largest code; 0 for dense values.
       midtread: a code means zero.
       dense: dtype of values that travel as they are, or None.
-      marks_rows: the message has a bit for each row that is voted on.
+      marks_rows: the message has a bit for each row, set where the worker votes on it.
       sends_scales: the message has the scale of each row.
       message: size of a message about one chunk.
       reply: size of a reply about one chunk.
@@ -174,16 +176,12 @@ class Format(NamedTuple):
         """The largest sum of codes, ``W max_code``."""
         return self.num_workers * self.max_code
 
-    @property
-    def counts_pairs(self) -> bool:
-        """True for votes of one bit, of which unlike pairs are counted."""
-        return self.marks_rows and self.max_code == 1
-
 
 def join(pieces: Sequence[Message], fmt: Format, participates: jax.Array) -> Message:
     """Joins the messages about the pieces of a bucket, padded to W chunks.
 
-    A worker that does not participate sends no votes: zeros, no row voted on, or scales of 0.
+    A worker that does not participate sends nothing that counts: codes for zero, no row with a vote, or
+    scales of 0. Dense values stay as they are, and the owner leaves them out by ``participates``.
     """
     planes, voted, scales = [], None, None
     for k in range(fmt.message.planes):
@@ -273,11 +271,13 @@ def concatenate(
     row_data: jax.Array | None,
 ) -> jax.Array:
     """Concatenates parts to ``uint32[chunks, words]``; a single number may be the same for all chunks."""
-    if (len(planes), len(numbers)) != (size.planes, size.numbers):
+    row_words = 0 if row_data is None else row_data.size // chunks
+    given = len(planes), len(numbers), row_words
+    if given != (size.planes, size.numbers, size.row_words):
         raise ValueError(
-            f"a message of {len(planes)} planes and {len(numbers)} numbers, and its format has "
-            f"{size.planes} and {size.numbers}: a decision on votes of one bit gives its pairs, others "
-            "give none"
+            "a message or reply has {} planes, {} numbers and {} words of rows, ".format(*given)
+            + f"and its size says {size.planes}, {size.numbers} and {size.row_words}: give what "
+            "Decision.reply_size or the Code says (numbers of a reply: ties, present, and two for pairs)"
         )
     parts = [*planes]
     for x in numbers:

@@ -150,9 +150,9 @@ def encode_contexts(
 ) -> list[EncodeContext]:
     """Facts that the code needs about each piece of a bucket, of values ``rows``."""
     pieces = bucket.pieces
-    scales: Sequence[jax.Array | None] = [None] * len(pieces)
-    if code.uses_leaf_scale:
-        scales = leaf_scales(plan, bucket, rows)
+    means: Sequence[jax.Array | None] = [None] * len(pieces)
+    if code.uses_leaf_mean:
+        means = leaf_means(plan, bucket, rows)
     first_rows = [bucket.layout.first_row + piece.first_row for piece in pieces]
     first_words = xla.runtime_constants([x * WORDS_PER_ROW for x in first_rows], plan.num_steps)
     draw = bits.draw_signs(plan.num_steps, plan.worker, plan.num_workers)
@@ -171,7 +171,7 @@ def encode_contexts(
             row_sizes=None if sizes is None else sizes[first:][:size],
             random_signs=bits.random_signs(first_word, size * WORDS_PER_ROW, draw),
             noise=None if code.rounding is None else noise(code.rounding.seed, plan, bucket, piece),
-            leaf_scale=scales[k],
+            leaf_mean=means[k],
         )
         contexts.append(context)
     return contexts
@@ -191,14 +191,14 @@ def noise(seed: int, plan: WorkerPlan, bucket: BucketPlan, piece: Piece) -> jax.
     return layout.pad_rows(jnp.concatenate(drawn), piece.rows)
 
 
-def leaf_scales(plan: WorkerPlan, bucket: BucketPlan, rows: Sequence[jax.Array]) -> list[jax.Array]:
+def leaf_means(plan: WorkerPlan, bucket: BucketPlan, rows: Sequence[jax.Array]) -> list[jax.Array]:
     """Mean magnitude of the leaf of each row, all shards together: ``float32[rows]`` for each piece."""
     sums = []
     for x, piece in zip(rows, bucket.pieces, strict=True):
         sums.append(sums_of_leaves(x, piece))
     # All leaves in one sum, and none at all where nothing is cut.
     totals = axes.sum_over_shards(jnp.concatenate(sums), plan.axis)
-    scales, first = [], 0
+    by_piece, first = [], 0
     for piece in bucket.pieces:
         own = totals[first : first + len(piece.segments)]
         first += len(piece.segments)
@@ -206,8 +206,8 @@ def leaf_scales(plan: WorkerPlan, bucket: BucketPlan, rows: Sequence[jax.Array])
         low, high = own[:, 0] / np.array(sizes, np.float32), own[:, 1] / np.array(sizes, np.float32)
         means = jnp.where(jnp.isfinite(low), low, high * 2.0**64)
         by_row = [jnp.full(s.rows, means[i]) for i, s in enumerate(piece.segments)]
-        scales.append(jnp.pad(jnp.concatenate(by_row), (0, piece.idle)))
-    return scales
+        by_piece.append(jnp.pad(jnp.concatenate(by_row), (0, piece.idle)))
+    return by_piece
 
 
 def sums_of_leaves(x: jax.Array, piece: Piece) -> jax.Array:

@@ -73,7 +73,7 @@ class EncodeContext(NamedTuple):
       row_sizes: ``int32[rows]``, elements of each row that are no padding; None where all are.
       random_signs: ``uint32[4 rows]``, a random sign for each element that is exactly zero.
       noise: ``float32[rows, 128]`` in [0, 1) for stochastic rounding, or None.
-      leaf_scale: ``float32[rows]``, mean magnitude of the leaf of each row, or None.
+      leaf_mean: ``float32[rows]``, mean magnitude of the leaf of each row, or None.
     """
 
     num_chunks: int
@@ -82,7 +82,7 @@ class EncodeContext(NamedTuple):
     row_sizes: jax.Array | None
     random_signs: jax.Array
     noise: jax.Array | None = None
-    leaf_scale: jax.Array | None = None
+    leaf_mean: jax.Array | None = None
 
     def by_chunk(self, x: jax.Array) -> jax.Array:
         """``[rows, ...]`` as ``[chunks, rows of a chunk, ...]``."""
@@ -111,7 +111,7 @@ class Code(NamedTuple):
       midtread: the middle code is zero.
       dense: dtype of values that travel as they are, without codes; else None.
       rounding: stochastic, or None for the nearest code.
-      uses_leaf_scale: ``encode`` needs the mean magnitude of whole leaves.
+      uses_leaf_mean: ``encode`` needs the mean magnitude of whole leaves.
       error_dtype: dtype of the error that a worker keeps (error feedback), or None.
       keep: share of the error that is kept.
       rotates: codes are of rotated rows, see `rotated`.
@@ -123,7 +123,7 @@ class Code(NamedTuple):
     midtread: bool = False
     dense: np.dtype | None = None
     rounding: Rounding | None = None
-    uses_leaf_scale: bool = False
+    uses_leaf_mean: bool = False
     error_dtype: np.dtype | None = None
     keep: float = 1.0
     rotates: bool = False
@@ -218,12 +218,12 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     max_code, middle = 2**p - 1, 2 ** (p - 1)
 
     def encode(x: jax.Array, context: EncodeContext) -> Message:
-        mean, finite = row_scale(x, context.row_sizes)
+        mean, finite = row_mean(x, context.row_sizes)
         scale = to_bfloat16(GAUSSIAN_STEP[p] * mean)
         if context.noise is None:
             q = midrise_codes(x, x > 0, scale, p)
         else:
-            level = jnp.floor(_in_units(x, scale) + (middle - 0.5) + context.noise)
+            level = jnp.floor(_divided(x, scale) + (middle - 0.5) + context.noise)
             level = jnp.where(x == 0, middle - 1, jnp.clip(level, 0, max_code))
             q = level.astype(jnp.uint32)
         *planes, _ = _packed(
@@ -282,15 +282,15 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
         return 2 * s
 
     def encode(x: jax.Array, context: EncodeContext) -> Message:
-        assert context.leaf_scale is not None
+        assert context.leaf_mean is not None
         s = max_code(context.num_workers) // 2
-        t = _in_units(x, context.leaf_scale) * (s / 2)
+        t = _divided(x, context.leaf_mean) * (s / 2)
         if context.noise is not None:
             t = jnp.floor(t + context.noise)
         q = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
         return _midtread(q, x, (2 * s).bit_length(), context)
 
-    code = Code(max_code, encode, midtread=True, rounding=rounding, uses_leaf_scale=True)
+    code = Code(max_code, encode, midtread=True, rounding=rounding, uses_leaf_mean=True)
     return Quantizer(_name("integer", p, rounding), code)
 
 
@@ -355,7 +355,7 @@ def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     def encode(x: jax.Array, context: EncodeContext) -> Message:
         scale = _up_to_bfloat16(jnp.max(jnp.abs(x), axis=1) / s)
         scale = jnp.where(scale < LEAST, 0, scale)
-        t = _in_units(x, scale)
+        t = _divided(x, scale)
         if context.noise is not None:
             t = jnp.floor(t + context.noise)
         # Of the largest scales not every multiple is a float32.
@@ -545,11 +545,19 @@ def midrise_codes(x: jax.Array, positive: jax.Array, scale: jax.Array, p: int) -
     if p == 1:
         return positive.astype(jnp.uint32)
     half = 2 ** (p - 1)
-    magnitude = jnp.minimum(jnp.abs(_in_units(x, scale)), half - 1).astype(jnp.uint32)
+    magnitude = jnp.minimum(jnp.abs(_divided(x, scale)), half - 1).astype(jnp.uint32)
     return jnp.where(positive, half + magnitude, half - 1 - magnitude)
 
 
-def row_scale(x: jax.Array, row_sizes: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def dequantized(q: jax.Array, max_code: int, half: jax.Array) -> jax.Array:
+    """``(2 q - max_code) scale / 2``, from half the scale of each row.
+
+    These are exact products of short integers and bfloat16.
+    """
+    return (2 * q.astype(jnp.int32) - max_code).astype(jnp.float32) * half[..., None]
+
+
+def row_mean(x: jax.Array, row_sizes: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """The mean magnitude of each row (the largest, if the sum overflows), and whether all is finite."""
     magnitude = jnp.abs(x)
     # By bits, because the largest of numbers and a NaN may be a number.
@@ -569,20 +577,19 @@ def _name(make: str, p: int, rounding: Rounding | None) -> str:
 
 
 def _decoder(max_code: int) -> Callable[..., jax.Array]:
-    """Dequantizes codes, ``(2 q - max_code) scale / 2``: exact products of short integers and bfloat16."""
+    """The ``decode`` of a `Code` with scales."""
 
     def decode(
         planes: Sequence[jax.Array], scales: jax.Array | None, num_rows: int, stored: bool
     ) -> jax.Array:
         assert scales is not None
-        if stored:  # two uses of the codes, so XLA stores them
-            q = bits.unpack_stored(planes, num_rows)
-            upper = q > max_code // 2
-            odd = 2 * jnp.where(upper, q, max_code - q).astype(jnp.int32) - max_code
-            signed = jnp.where(upper, odd, -odd)
-        else:  # one use of the codes, so a GPU fuses them
-            signed = 2 * bits.unpack(planes, num_rows).astype(jnp.int32) - max_code
-        return signed.astype(jnp.float32) * (scales.astype(jnp.float32) / 2)[..., None]
+        half = scales.astype(jnp.float32) / 2
+        if not stored:  # one use of the codes, so a GPU fuses them
+            return dequantized(bits.unpack(planes, num_rows), max_code, half)
+        q = bits.unpack_stored(planes, num_rows)  # two uses of the codes, so XLA stores them
+        upper = q > max_code // 2
+        odd = 2 * jnp.where(upper, q, max_code - q).astype(jnp.int32) - max_code
+        return jnp.where(upper, odd, -odd).astype(jnp.float32) * half[..., None]
 
     return decode
 
@@ -610,13 +617,13 @@ def _midtread(codes: jax.Array, x: jax.Array, p: int, context: EncodeContext) ->
     return Message(planes, None, None, jnp.all(not_finite == 0))
 
 
-def _in_units(x: jax.Array, unit: jax.Array) -> jax.Array:
-    """``x / unit`` for each row, and 0 where the unit is 0."""
+def _divided(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """``x / scale`` for each row, and 0 where the scale is 0."""
     # XLA stores the result of a division and reuses it for the row; a cheaper operation it would repeat
     # for each element. The inverse of 2**126 is the last normal number.
-    unit = unit[:, None]
-    is_unit = (unit > 0).astype(jnp.float32)
-    return x * (is_unit / jnp.where(unit > 0, jnp.minimum(unit, 2.0**126), 1))
+    scale = scale[:, None]
+    is_positive = (scale > 0).astype(jnp.float32)
+    return x * (is_positive / jnp.where(scale > 0, jnp.minimum(scale, 2.0**126), 1))
 
 
 def _up_to_bfloat16(x: jax.Array) -> jax.Array:

@@ -173,7 +173,7 @@ def communicate(
                 owner = placement.on_shards(init_owner_states, (exchange, params))
             if group:
                 mu, error = placement.on_shards(init_chunks, (exchange, params))
-        return CommunicateState(jnp.zeros((), jnp.int32), mu, error, owner, no_votes(exchange))
+        return CommunicateState(jnp.zeros((), jnp.int32), mu, error, owner, zero_votes(exchange))
 
     def update(
         updates: optax.Updates,
@@ -217,10 +217,9 @@ def check_wire(decision: Decision, quantizer: Quantizer, code: Code, wire: Wire)
 # --- State
 
 
-def no_votes(exchange: Exchange) -> VoteCounts:
-    """Statistics before the first step, each an array of its own: a training step donates them all."""
-    code = exchange.code
-    counts_pairs = code.marks_rows and code.max_code(1) == 1
+def zero_votes(exchange: Exchange) -> VoteCounts:
+    """Zeros before the first step, each an array of its own: a training step donates them all."""
+    counts_pairs = exchange.decision.counts_pairs(exchange.code)
     return VoteCounts(
         ties=jnp.zeros((), jnp.float32),
         parameters=jnp.zeros((), jnp.float32),
@@ -359,7 +358,7 @@ def format_of(exchange: Exchange, bucket: BucketLayout) -> Format:
     if code.sends_scales:
         row_words = num_rows // 2
     planes = max(max_code.bit_length(), 1)
-    fmt = Format(
+    return Format(
         num_workers=num_workers,
         num_rows=num_rows,
         max_code=max_code,
@@ -368,11 +367,8 @@ def format_of(exchange: Exchange, bucket: BucketLayout) -> Format:
         marks_rows=code.marks_rows,
         sends_scales=code.sends_scales,
         message=message_size(planes, num_rows * code.words_per_row, row_words),
-        reply=exchange.decision.reply_size(num_rows, max_code, num_workers),
+        reply=exchange.decision.reply_size(code, num_rows, num_workers),
     )
-    if fmt.counts_pairs:  # two numbers more
-        fmt = fmt._replace(reply=fmt.reply._replace(numbers=4))
-    return fmt
 
 
 def update_on_device(

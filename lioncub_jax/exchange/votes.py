@@ -37,11 +37,13 @@ class Tally(NamedTuple):
     Attributes:
       planes: of the sum of codes, least significant first, ``uint32[chunks, words]`` each.
       voters: planes of the number of workers that vote on each row, ``uint32[chunks, blocks]`` each; None
-        where all do.
+        for codes with a zero, where all that participate do.
+      present: ``uint32[]``, how many workers participate. The others sent codes for zero, or no vote.
     """
 
     planes: list[jax.Array]
     voters: list[jax.Array] | None
+    present: jax.Array
 
 
 class Signs(NamedTuple):
@@ -64,13 +66,13 @@ def tally(received: Inbox | Sums, context: DecideContext) -> Tally:
     width = fmt.max_sum.bit_length()
     if isinstance(received, Inbox):
         voters = None if received.voted is None else bits.add_codes([received.voted])
-        return Tally(bits.add_codes(received.planes)[:width], voters)
+        return Tally(bits.add_codes(received.planes)[:width], voters, received.present)
     planes, voters = bits.pack(received.sums.astype(jnp.uint32), width), None
     if received.voters is not None:
         voters = []
         for k in range(bits.sum_bits(fmt.num_workers, 1)):
             voters.append(bits.pack_rows((received.voters >> k) & 1 > 0))
-    return Tally(planes, voters)
+    return Tally(planes, voters, received.present)
 
 
 def signs_of_sum(counted: Tally, fmt: Format) -> Signs:
@@ -120,7 +122,7 @@ def pairs_of_votes(counted: Tally, context: DecideContext) -> tuple[jax.Array, j
 
 
 class Vote(Decision):
-    """A decision on counted votes; a subclass has the reply to a tally.
+    """A decision on counted votes; a subclass has `encode_reply`, `decode` and `reply_words`.
 
     Example:
       >>> from lioncub_jax import decide
@@ -145,7 +147,7 @@ class Vote(Decision):
         counted = tally(received, context)
         planes, row_data, signs = self.encode_reply(counted, context)
         pairs: Sequence[jax.Array] = ()
-        if context.format.counts_pairs:
+        if self.counts_pairs(context.code):
             pairs = pairs_of_votes(counted, context)
         stats = BucketStats(number_of_ties(signs, context), pairs, received.present)
         return Reply(planes, row_data, stats), state
@@ -155,6 +157,20 @@ class Vote(Decision):
     ) -> tuple[Planes, jax.Array | None, Signs]:
         """Planes of the reply, data of its rows or None, and the signs of the sums."""
         raise NotImplementedError
+
+    def reply_size(self, code: Code, num_rows: int, num_workers: int) -> Size:
+        """Planes and data of rows of `reply_words`, and the statistics."""
+        planes, row_words = self.reply_words(code.max_code(num_workers), num_rows, num_workers)
+        plane_words = num_rows * bits.WORDS_PER_ROW
+        return reply_size(planes, plane_words, row_words, pairs=self.counts_pairs(code))
+
+    def reply_words(self, max_code: int, num_rows: int, num_workers: int) -> tuple[int, int]:
+        """Number of planes of a reply about one chunk, and words of its rows' data."""
+        raise NotImplementedError
+
+    def counts_pairs(self, code: Code) -> bool:
+        """True for votes of one bit."""
+        return code.marks_rows and code.max_code(1) == 1
 
     def local_update(self, x: jax.Array) -> jax.Array:
         """The sign: the result of one vote."""
@@ -190,9 +206,9 @@ class Majority(Vote):
         """-1 or 1; 0 in rows that do not move."""
         return decode_signs(planes, row_data, num_rows)
 
-    def reply_size(self, num_rows: int, max_code: int, num_workers: int) -> Size:
+    def reply_words(self, max_code: int, num_rows: int, num_workers: int) -> tuple[int, int]:
         """One bit, and one for each row."""
-        return size_of_signs(num_rows)
+        return 1, bits.row_words(num_rows)
 
 
 @part
@@ -215,9 +231,9 @@ class Ternary(Vote):
         codes = bits.unpack_stored(planes, num_rows)
         return jnp.where(codes >= 2, 0, 2 * (codes & 1).astype(jnp.int32) - 1)
 
-    def reply_size(self, num_rows: int, max_code: int, num_workers: int) -> Size:
+    def reply_words(self, max_code: int, num_rows: int, num_workers: int) -> tuple[int, int]:
         """Two bits."""
-        return reply_size(2, num_rows * bits.WORDS_PER_ROW, 0)
+        return 2, 0
 
 
 @part
@@ -226,14 +242,30 @@ class Average(Vote):
 
     name = "average"
 
+    def decide(
+        self, received: Inbox | Sums, context: DecideContext, state: optax.OptState
+    ) -> tuple[Reply, optax.OptState]:
+        """Counts the votes, and replies."""
+        if isinstance(received, Inbox) and context.format.midtread:
+            # A worker is not in the divisor if it says that it abstains, so its codes must be zeros.
+            mask = (jnp.uint32(0) - received.participates)[:, None, None]
+            zero, planes = context.format.max_code // 2, []
+            for k, plane in enumerate(received.planes):
+                planes.append(plane | ~mask if zero >> k & 1 else plane & mask)
+            received = received._replace(planes=planes)
+        return super().decide(received, context, state)
+
     def encode_reply(
         self, counted: Tally, context: DecideContext
     ) -> tuple[Planes, jax.Array | None, Signs]:
         """Planes of the sum, and the number of voters of each row."""
         voters, fmt = counted.voters, context.format
         if voters is None:
-            like = counted.planes[0][:, : bits.row_words(fmt.num_rows)]
-            voters = bits.constant(fmt.num_workers, bits.sum_bits(fmt.num_workers, 1), like)
+            shape = len(counted.planes[0]), bits.row_words(fmt.num_rows)
+            voters = []
+            for k in range(bits.sum_bits(fmt.num_workers, 1)):
+                all_ones = jnp.uint32(0) - ((counted.present >> k) & 1)
+                voters.append(jnp.broadcast_to(all_ones, shape))
         row_data = jnp.stack(voters, -1)
         signs = signs_of_sum(counted, fmt)
         return counted.planes, row_data.reshape(len(row_data), -1), signs
@@ -241,7 +273,7 @@ class Average(Vote):
     def decode(
         self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
     ) -> jax.Array:
-        """``(2 sum - n max_code) / (n max_code)``."""
+        """``(2 sum - n max_code) / (n max_code)``; codes for zero in the sum are left out of it."""
         assert row_data is not None
         sums = bits.unpack_stored(planes, num_rows).astype(jnp.int32)
         words = row_data.reshape(len(row_data), bits.row_words(num_rows), -1)
@@ -249,14 +281,15 @@ class Average(Vote):
         for k in range(1, words.shape[2]):
             voters += bits.unpack_rows(words[..., k], num_rows) << k
         largest = voters.astype(jnp.int32)[..., None] * fmt.max_code
-        sums = jnp.minimum(sums, largest)  # whatever an owner sends
-        divisor = jnp.maximum(largest, 1).astype(jnp.float32)
-        return (2 * sums - largest).astype(jnp.float32) / divisor
+        # Of codes with a zero, those of workers that abstain are in the sum.
+        zero = fmt.max_sum if fmt.midtread else largest
+        signed = jnp.clip(2 * sums - zero, -largest, largest)  # whatever an owner sends
+        return signed.astype(jnp.float32) / jnp.maximum(largest, 1).astype(jnp.float32)
 
-    def reply_size(self, num_rows: int, max_code: int, num_workers: int) -> Size:
+    def reply_words(self, max_code: int, num_rows: int, num_workers: int) -> tuple[int, int]:
         """Bits of the sum, and of the number of voters of each row."""
         row_words = bits.sum_bits(num_workers, 1) * bits.row_words(num_rows)
-        return size_of_sum(num_rows, max_code, num_workers, row_words)
+        return (num_workers * max_code).bit_length(), row_words
 
 
 def majority() -> Decision:
@@ -288,7 +321,8 @@ def ternary() -> Decision:
 def average() -> Decision:
     """``u = sum_i v_i / (n max_code)``, in ``[-1, 1]``: the planes of the sum. n workers vote on the row.
 
-    For signs that is ``sum_i sign_i / n``. Of the sum of codes: ``(2 sum - n max_code) / (n max_code)``.
+    Of codes with a zero, all workers that participate vote on each row. For signs the update is ``sum_i
+    sign_i / n``. Of the sum of the n codes: ``(2 sum - n max_code) / (n max_code)``.
 
     Example:
       >>> import lioncub_jax as lc
@@ -298,12 +332,6 @@ def average() -> Decision:
     Source: Distributed Lion (arXiv 2404.00438), "Avg".
     """
     return Average()
-
-
-def size_of_sum(num_rows: int, max_code: int, num_workers: int, row_words: int) -> Size:
-    """Size of a reply with the planes of a sum of codes."""
-    planes = (num_workers * max_code).bit_length()
-    return reply_size(planes, num_rows * bits.WORDS_PER_ROW, row_words)
 
 
 def with_tie_bits(signs: Signs, context: DecideContext) -> jax.Array:
@@ -316,8 +344,3 @@ def decode_signs(planes: Planes, moved: jax.Array | None, num_rows: int) -> jax.
     assert moved is not None
     codes = bits.unpack_stored([*planes, bits.over_rows(moved, num_rows)], num_rows)
     return jnp.where(codes >= 2, 2 * (codes & 1).astype(jnp.int32) - 1, 0)
-
-
-def size_of_signs(num_rows: int) -> Size:
-    """Size of a reply of one bit, and one for each row."""
-    return reply_size(1, num_rows * bits.WORDS_PER_ROW, bits.row_words(num_rows))

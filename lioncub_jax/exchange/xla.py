@@ -1,7 +1,7 @@
 """Workarounds for XLA optimizations that cost time or memory here. None changes a value.
 
-Each has a reason that was seen with jax 0.10.2, and a command that measures it:
-``benchmarks/compile_time.py`` for what is compiled once, ``benchmarks/local_step.py`` for what runs once.
+Each has its reason, seen with jax 0.10.2. ``benchmarks/compile_time.py`` and ``benchmarks/local_step.py``
+measure all of them together, on CPU or GPU; one that only TPUs need names the program that shows it.
 """
 
 import operator

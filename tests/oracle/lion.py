@@ -5,7 +5,7 @@ the package. Workers ``i = 0 .. W-1`` are the leading axis of arrays; `coding` h
 
 * **Who votes.** A worker with a value that is not finite abstains from the step, and so does one that
   is asked to; its momentum and error stay. With mid-rise codes a worker does not vote on a row whose
-  values are all exactly zero. With mid-tread codes everybody votes, and an abstainer sends zero.
+  values are all exactly zero. With mid-tread codes all who take part vote, and an abstainer sends zero.
 * **Decision.** With ``S`` the sum of the levels of the ``N`` workers that vote on a row, the update is the
   sign of ``S``; a tie takes the coin (``majority``) or is 0 (``ternary_sum``); ``average`` is ``S`` over N
   times the largest level. Where nobody votes it is 0. Updates have the dtype of the gradient.
@@ -127,13 +127,12 @@ def widest(tree):
 # --- The decision, by the margin; `reach` is the largest it could be, or says whether a row moves at all
 
 
-def counted(votes, most):
+def counted(votes, most, present):
     """The sum of the levels of each element, and of each row the largest that it could be."""
     margin = jnp.sum(jnp.where(votes.here, votes.level, 0), axis=0)
-    here = votes.here
-    if most % 1 == 0:  # whole levels have a zero, which is what an abstainer sends
-        here = jnp.ones_like(here)
-    return margin, most * jnp.sum(here, axis=0)
+    # Whole levels have a zero, so whoever takes part votes on all rows.
+    voters = votes.here if most % 1 else jnp.broadcast_to(present, votes.here.shape)
+    return margin, most * jnp.sum(voters, axis=0)
 
 
 def majority(margin, reach, coins):
@@ -180,11 +179,13 @@ def local_momentum(b1=0.9, b2=0.99, mu_dtype=None, codes=None, decide=None):
         x = blend(b1, buffer.join(g), buffer.join(mu)) if many else buffer.join(blend(b1, g, mu))
         present = takes_part(x, abstain)
         votes = Votes(*coded.encode(x, buffer, state.t), (x != 0).any(-1, keepdims=True) & present)
-        margin, reach = counted(votes, coded.most(workers))
+        most = coded.most(workers)
+        margin, reach = counted(votes, most, present)
         u = rule(margin, reach, coin(buffer, state.t))
-        ties = jnp.sum((margin == 0) & (reach > 0) & buffer.real, dtype=jnp.float32)
+        moves = (reach > 0) | (most > 0 and most % 1 == 0)
+        ties = jnp.sum((margin == 0) & moves & buffer.real, dtype=jnp.float32)
         changed = {"mu": kept(present, blend(b2, g, mu), mu), "ties": ties}
-        if coded.most(workers) == 0.5:
+        if most == 0.5:
             changed["agreement"], changed["pairs"] = agreement(votes, buffer.real)
         return buffer.split(u, g), present, changed
 
