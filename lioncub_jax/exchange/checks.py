@@ -1,6 +1,5 @@
 """Errors and warnings when a transform is built or traced; each has what to do instead."""
 
-import difflib
 import inspect
 import warnings
 from functools import partial
@@ -207,16 +206,20 @@ def check_group(quantizer: Quantizer, code: Code) -> None:
 
 
 def check_abstain(abstain: Any, others: dict[str, Any]) -> jax.Array | None:
-    """The flag of a worker, or None, that ``update`` is given; its other arguments are for a chain.
+    """The flag of a worker, ``bool[]``, or None.
 
-    `make_train_step` gives ``diverged`` among those, the same flag, which others than ours may ignore.
+    Args:
+      abstain: as ``update`` is given it.
+      others: further arguments of ``update``, which are for other transforms of a chain. A trainer's step
+        gives the flag as ``diverged``, so that a transform of optax is not given an ``abstain``.
 
     Raises:
       TypeError: for a misspelled "abstain", which optax.chain would ignore silently.
       ValueError: for an ``abstain`` that is no flag of one worker.
     """
-    for name in difflib.get_close_matches("abstain", others, cutoff=0.7):
-        raise TypeError(f"update has no argument {name!r}: give abstain, or leave it out")
+    for name in others:
+        if name.startswith("abst"):
+            raise TypeError(f"update has no argument {name!r}: give abstain, or leave it out")
     abstain = others.get("diverged") if abstain is None else abstain
     if abstain is None:
         return None

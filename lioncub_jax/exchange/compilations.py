@@ -9,8 +9,10 @@ JAX has no public place where a library may refuse a compiled program. This file
   it raises ends the compilation.
 
 lioncub_jax/__init__.py names the reader, `audit.watch.look`, and `mark_vote` registers the listeners at
-the first vote that is traced, in every way to write a step. tests/test_watch.py asks for both of the JAX
-that is installed.
+the first vote that is traced, in every way to write a step. By default the reader raises: nothing else sees
+gradients that the compiler averages in full precision before the vote, and such a run trains well, only
+without saving anything. ``audit.mode("warn")`` or ``"allow"`` changes that. tests/test_watch.py asks for
+both of the JAX that is installed.
 """
 
 import contextlib

@@ -18,7 +18,6 @@ vary over different mesh axes may not share an array. So leaves of one set of me
 import dataclasses
 import itertools
 import math
-import sys
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -137,16 +136,6 @@ class Flat:
 
     value: Any
     bucket: BucketLayout = dataclasses.field(metadata={"static": True})
-
-    def __post_init__(self) -> None:
-        # flax.serialization.to_bytes takes registered types only; a program that calls it has imported it.
-        flax = sys.modules.get("flax.serialization")
-        if flax is not None and not flax.is_serializable(Flat):
-            flax.register_serialization_state(
-                Flat,
-                lambda flat: flax.to_state_dict(flat.value),
-                lambda flat, state: Flat(flax.from_state_dict(flat.value, state), flat.bucket),
-            )
 
 
 def check_order(flats: Sequence[Flat], buckets: Sequence[BucketLayout]) -> None:
