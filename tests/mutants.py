@@ -361,6 +361,10 @@ MUTANTS = r"""
 - value_and_grad(axes.varying(params, (*axis, *group)), *args, **kwargs)
 + value_and_grad(params, *args, **kwargs)
 
+= Rngs that a loss draws from do not go on
+- variable[...] = count
++ variable[...] = variable[...]
+
 # training/kinds.py: gradients
 = the rows of a worker are gathered within it
 - spec = shortened(spec_of(x), workers.inner)
@@ -375,10 +379,6 @@ MUTANTS = r"""
 + kind is Kind.PER_WORKER and rows[0] % workers.count
 
 # training/modules.py: gradients training chains
-= Rngs that a loss draws from do not go on
-- variable[...] = count
-+ variable[...] = variable[...]
-
 = what a model keeps is written where nnx does not let it be written
 - nnx.merge(graph, params, model_state, copy=True)
 + nnx.merge(graph, params, model_state)
@@ -706,20 +706,20 @@ MUTANTS = r"""
 
 # audit/predicted.py: contract accounting house
 = what a worker cuts is counted whole
-- shard_shape(x.shape, x.sharding.spec, self._mesh.shape)
+- shard_shape(x.shape, x.sharding.spec, mesh.shape)
 + x.shape
 
 = of the ways that a step can go the last is the usual one
-- min(reader.ways, key=reader.between)
-+ reader.ways[-1]
+- ways[sent.index(min(sent))]
++ ways[-1]
 
 = the turns of a loop are counted as one
 - times * step.params["length"] if name == "scan" else times
 + times
 
 = a collective that nobody knows is passed over
-- elif name not in _QUIET and _axes_of(step):
-+ elif False:
+- if name not in _QUIET and _axes_of(step):
++ if False:
 
 = a mean in bfloat16 is widened on every platform
 - device.platform == "cpu"

@@ -206,7 +206,7 @@ def table(listed: Sequence[Collective]) -> "Table":
         >>> [column.header for column in shown.columns]
         ['collective', 'axes', 'arrays', 'devices', 'sent by each', 'when']
     """
-    from rich.table import Column, Table  # not needed for numbers alone
+    from rich.table import Column, Table  # not needed for the numbers
 
     numbers = [Column(name, justify="right") for name in ("devices", "sent by each")]
     shown = Table("collective", "axes", "arrays", *numbers, "when")

@@ -18,7 +18,7 @@ from lioncub_jax.exchange.arguments import check_kinds
 from lioncub_jax.exchange.traced import jaxprs_in
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.placement import Workers, check_workers
-from lioncub_jax.mesh.specs import product, shard_shape
+from lioncub_jax.mesh.specs import Specs, product, shard_shape
 from lioncub_jax.training.mapped import on_mesh
 from lioncub_jax.training.modules import check_split
 
@@ -65,14 +65,14 @@ class Traffic(NamedTuple):
 
 
 def of(
-    tx: optax.GradientTransformation, params: Any, workers: Workers, *, specs: Any = None
+    tx: optax.GradientTransformation, params: Any, workers: Workers, *, specs: Specs = None
 ) -> Traffic:
     """Predicts what each device sends in a step of a transform.
 
     Args:
-      tx: any transform whose updates workers agree on: an optimizer or baseline of this library, a chain
-        of optax with one in it, masks and labels, ``inject_hyperparams``, ``MultiSteps`` (which votes in
-        each step, and moves parameters in every k-th).
+      tx: any transform with updates on which workers agree: an optimizer or baseline of this library, a
+        chain of optax with one in it, masks and labels, ``inject_hyperparams``, ``MultiSteps`` (which votes
+        in each step, and moves parameters in every k-th).
       params: tree of arrays or ``jax.ShapeDtypeStruct``; only sizes matter, and how they are cut.
       workers: a `Workers`, on a mesh of devices or a ``jax.sharding.AbstractMesh``, of which none need be
         there. On a mesh of CPUs a mean in bfloat16 counts as one in float32, which XLA makes of it there.
@@ -107,92 +107,76 @@ def of(
     grads = jax.tree.map(lambda x: x.update(shape=(workers.count, *x.shape)), shapes)
     on = on_mesh(tx, workers, specs=cut)
     traced = jax.make_jaxpr(on.update)(grads, jax.eval_shape(on.init, shapes), shapes)
-    reader = _Reader(workers)
-    reader.read(traced.jaxpr)
-    usual = min(reader.ways, key=reader.between)
+    ways = _ways(traced.jaxpr, workers)
+    # Of each way that a step can go.
+    sent = [_sum_bytes(way, workers, between=True) for way in ways]
+    usual = ways[sent.index(min(sent))]
     elements = 0
     for x, spec in zip(jax.tree.leaves(shapes), jax.tree.leaves(cut), strict=True):
         elements += math.prod(shard_shape(x.shape, spec, workers.mesh.shape))
     count = product(workers.mesh.shape, axes.names(workers.axis))
     return Traffic(
-        count,
-        round(elements * count / workers.count),
-        reader.between(usual),
-        reader.inside(usual),
-        tuple(reader.between(way) for way in reader.ways),
-        tuple(usual),
+        num_workers=count,
+        parameters=round(elements * count / workers.count),
+        sent_bytes=min(sent),
+        group_bytes=_sum_bytes(usual, workers, between=False),
+        stages=tuple(sent),
+        collectives=tuple(usual),
     )
 
 
-class _Reader:
-    """Reads the collectives of a traced update.
+def _ways(program: Jaxpr, workers: Workers, times: int = 1) -> list[list[Collective]]:
+    """Collectives of a traced program that runs so often, for each way that a step can go.
 
-    Attributes:
-      ways: those of each way that a step can go, between workers and inside a group that is one.
+    Those between workers, and those inside a group of devices that is one.
     """
-
-    def __init__(self, workers: Workers):
-        self._workers, self._mesh = workers, workers.mesh.abstract_mesh
-        self.ways: list[list[Collective]] = [[]]
-
-    def between(self, way: list[Collective]) -> float:
-        """Adds up the bytes that go from worker to worker."""
-        return sum((one.sent_bytes for one in way if self._between(one)), 0.0)
-
-    def inside(self, way: list[Collective]) -> float:
-        """Adds up the bytes that stay inside a group."""
-        return sum((one.sent_bytes for one in way if not self._between(one)), 0.0)
-
-    def read(self, program: Jaxpr, times: int = 1) -> None:
-        """Adds those of a program that runs so often, and of all programs in it."""
-        for step in program.eqns:
-            name, inner = step.primitive.name, jaxprs_in(step)
-            if name in _OPS:
-                self._add(self._collective(_OPS[name], step, times))
-            elif name not in _QUIET and _axes_of(step):
-                raise ValueError(
-                    f"the traced update has a {name} over {_axes_of(step)}: {_UNKNOWN}"
-                )
-            elif name == "cond" and isinstance(step.invars[0], Literal):
-                self.read(inner[step.invars[0].val], times)  # XLA drops the others
-            elif name in ("cond", "while"):
-                self._choose(name, inner, times)
-            else:
-                for one in inner:
-                    self.read(one, times * step.params["length"] if name == "scan" else times)
-
-    def _add(self, one: Collective) -> None:
-        inside = set(one.axes or ()) & {*axes.names(self._workers.group)}
-        if self._between(one) or (inside and one.operands[0].size > _FLAGS):
-            for way in self.ways:
-                way.append(one)
-
-    def _between(self, one: Collective) -> bool:
-        return bool(set(one.axes or ()) & {*axes.names(self._workers.axis)})
-
-    def _choose(self, name: str, branches: list[Jaxpr], times: int) -> None:
-        each = []
-        for branch in branches:
-            reader = _Reader(self._workers)
-            reader.read(branch, times)
-            each += reader.ways
-        if any(each) and name == "while":
+    ways: list[list[Collective]] = [[]]
+    for step in program.eqns:
+        name, inner = step.primitive.name, jaxprs_in(step)
+        if name in _OPS:
+            one = _collective(_OPS[name], step, workers, times)
+            inside = set(one.axes or ()) & {*axes.names(workers.group)}
+            if _is_between(one, workers) or (inside and one.operands[0].size > _FLAGS):
+                for way in ways:
+                    way.append(one)
+            continue
+        if name not in _QUIET and _axes_of(step):
+            raise ValueError(f"the traced update has a {name} over {_axes_of(step)}: {_UNKNOWN}")
+        if name == "cond" and isinstance(step.invars[0], Literal):
+            inner = [inner[step.invars[0].val]]  # XLA drops the others
+        turns = times * step.params["length"] if name == "scan" else times
+        each = [_ways(one, workers, turns) for one in inner]
+        if name == "while" and any(map(any, each)):
             raise ValueError(f"the traced update sends inside of a while loop: {_UNKNOWN}")
-        if any(each):
-            self.ways = [before + then for before in self.ways for then in each]
+        if name == "cond":  # one of the branches, where any of them sends
+            branches = [way for branch in each for way in branch]
+            each = [branches] if any(branches) else []
+        for then in each:
+            ways = [before + after for before in ways for after in then]
+    return ways
 
-    def _collective(self, op: str, step: JaxprEqn, times: int) -> Collective:
-        over, groups = _axes_of(step), step.params.get("axis_index_groups")
-        size = len(groups[0]) if groups else product(self._mesh.shape, over)
-        device = self._mesh.abstract_device
-        widened = op == "all-reduce" and device is not None and device.platform == "cpu"
-        operands = []
-        for var in step.invars:
-            x: Any = var.aval
-            dtype = "f32" if widened and x.dtype == jnp.bfloat16 else _hlo_name(x.dtype)
-            shape = shard_shape(x.shape, x.sharding.spec, self._mesh.shape)
-            operands.append(Operand(dtype, shape))
-        return Collective(op, tuple(operands), over, size, times)
+
+def _is_between(one: Collective, workers: Workers) -> bool:
+    return bool(set(one.axes or ()) & {*axes.names(workers.axis)})
+
+
+def _sum_bytes(way: list[Collective], workers: Workers, *, between: bool) -> float:
+    """Adds up the bytes that go from worker to worker, or those that stay inside a group."""
+    return sum((one.sent_bytes for one in way if _is_between(one, workers) == between), 0.0)
+
+
+def _collective(op: str, step: JaxprEqn, workers: Workers, times: int) -> Collective:
+    mesh = workers.mesh.abstract_mesh
+    over, groups = _axes_of(step), step.params.get("axis_index_groups")
+    size = len(groups[0]) if groups else product(mesh.shape, over)
+    device = mesh.abstract_device
+    widened = op == "all-reduce" and device is not None and device.platform == "cpu"
+    operands = []
+    for var in step.invars:
+        x: Any = var.aval
+        dtype = "f32" if widened and x.dtype == jnp.bfloat16 else _hlo_name(x.dtype)
+        operands.append(Operand(dtype, shard_shape(x.shape, x.sharding.spec, mesh.shape)))
+    return Collective(op, tuple(operands), over, size, times)
 
 
 _UNKNOWN = (

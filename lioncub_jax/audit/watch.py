@@ -1,6 +1,6 @@
 """Reads compiled programs that vote: floats that travel between workers are an error.
 
-A trainer can vote and still send more than float32 would: momentum whose shardings call it replicated is
+A trainer can vote and still send more than float32 would: momentum that its shardings call replicated is
 gathered, or gradients are averaged before the vote. The loss looks right, and only the compiled program
 shows it. `exchange.compilations` hands each program that votes to `look`, when it is compiled.
 """
@@ -33,7 +33,7 @@ _HERE = str(Path(__file__).parents[1])
 
 
 def mode(wanted: str) -> str:
-    """Sets what is done where workers send floats, have the same gradients, or drift apart.
+    """Sets what is done where workers send floats, have the same gradients, or drift.
 
     Args:
       wanted: "raise" (default), "warn", or "allow", with which nothing is looked at: programs that are
@@ -207,7 +207,7 @@ class Program(NamedTuple):
 
 
 def read(text: str) -> Program | None:
-    """Reads a program whose votes are labelled with the workers and their mesh; None without any."""
+    """Reads a program with votes that are labelled with the workers and their mesh; None without any."""
     vote = scopes.VOTE.search(text)
     if vote is None:
         return None

@@ -48,7 +48,7 @@ def behind(
     tx: optax.GradientTransformation,
     workers: AxisName | Workers | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """A mean, and behind it a transform whose state is the same on all workers."""
+    """A mean, and behind it a transform with a state that is the same on all workers."""
     axis, tx = worker_axes(workers)[0], optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> optax.OptState:

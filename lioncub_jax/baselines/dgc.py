@@ -21,7 +21,6 @@ Where this differs from the paper:
 Source: Lin et al., "Deep Gradient Compression" (arXiv 1712.01887).
 """
 
-import itertools
 import math
 from functools import partial
 from typing import Any, NamedTuple
@@ -109,7 +108,7 @@ def dgc(
         tuple.
 
     Returns:
-      A chain whose first state is a `DGCState`; `audit.of` counts what it sends. ``update(updates,
+      A chain; its first state is a `DGCState`; `audit.of` counts what it sends. ``update(updates,
       state, params, abstain=None)`` takes gradients that vary over ``workers``, floating leaves of any
       shape, and returns updates of the same shapes and dtypes that are the same on every worker.
       ``abstain``: ``bool[]`` of this worker. Leaves that are cut over other mesh axes are sent shard by
@@ -142,7 +141,12 @@ def dgc(
         updates: optax.Updates, state: DGCState, abstain: jax.Array
     ) -> tuple[optax.Updates, DGCState]:
         checks.check_state(updates, state.residual)
-        _check_sizes(updates)
+        for x in jax.tree.leaves(updates):
+            if x.size >= 2**31:  # JAX counts along an axis in int32
+                raise ValueError(
+                    f"a leaf of shape {x.shape} on each device: dgc sorts and indexes leaves of fewer than "
+                    "2**31 elements; cut it over inner mesh axes (specs), or into several leaves"
+                )
         tree: Any
         grads, tree = jax.tree.flatten(updates)
         before = tree.flatten_up_to(state.velocity), tree.flatten_up_to(state.residual)
@@ -177,16 +181,6 @@ def dgc(
     return descending(mean, learning_rate, weight_decay, mask)
 
 
-def _check_sizes(updates: optax.Updates) -> None:
-    """Raises ``ValueError`` for a leaf that JAX cannot index: it counts along an axis in int32."""
-    for x in jax.tree.leaves(updates):
-        if x.size >= 2**31:
-            raise ValueError(
-                f"a leaf of shape {x.shape} on each device: dgc sorts and indexes leaves of fewer than "
-                "2**31 elements; cut it over inner mesh axes (specs), or into several leaves"
-            )
-
-
 def stages(density: float, warmup: int = 0) -> dict[int, float]:
     """The densities of a warm-up and the last one, by the step from which each holds.
 
@@ -213,8 +207,10 @@ def stages(density: float, warmup: int = 0) -> dict[int, float]:
         return n == 0 or (n > 0 and density < 0.25)
 
     check_number(f"warmup={warmup!r} with density={density!r}", warmup, fits, wanted, int)
-    powers = (0.25**n for n in itertools.count(1))
-    falling = list(itertools.takewhile(lambda share: share > density, powers))
+    falling, share = [], 0.25
+    while share > density:
+        falling.append(share)
+        share /= 4
     begins = [-(-warmup * n // len(falling)) for n in range(len(falling))]
     # Of those that begin at the same step the last: more stages than steps are not all compiled.
     return dict(zip([*begins, warmup], [*falling, density], strict=True))

@@ -36,7 +36,7 @@ def diloco(
         group of workers.
 
     Returns:
-      A transform whose ``update`` must run where the workers' axis is bound.
+      A transform; its ``update`` must run where the workers' axis is bound.
 
     Raises:
       ValueError: for a momentum outside [0, 1), or bits out of range.
@@ -58,7 +58,7 @@ def diloco(
       (1, [4])
 
     References:
-      Douillard et al. (arXiv 2311.08105), algorithm 1, whose values the defaults are; codes with
+      Douillard et al. (arXiv 2311.08105), algorithm 1, with its values as defaults; codes with
       feedback both ways as dist-EF-blockSGD (1905.10936), of one bit or more.
     """
     check_betas(momentum=momentum)

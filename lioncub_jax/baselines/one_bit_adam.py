@@ -32,7 +32,7 @@ Source: Tang et al., "1-bit Adam" (arXiv 2102.02888); Lu et al., "Maximizing Com
 Large-scale Training via 0/1 Adam" (arXiv 2202.06009).
 """
 
-import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ from lioncub_jax.exchange import checks, decide, quantize, scopes, wires
 from lioncub_jax.exchange.arguments import check_betas, check_count, check_number
 from lioncub_jax.exchange.transform import CommunicateState
 from lioncub_jax.mesh import axes
-from lioncub_jax.mesh.axes import Axes, AxisName
+from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers, worker_axes
 from lioncub_jax.optimizers import Mask, descending, owner
 
@@ -93,7 +93,7 @@ def one_bit_adam(
 
     A worker with a gradient that is not finite anywhere, or asked to by ``abstain``, abstains, in both
     stages: the others average without it, and its error stays. If no worker takes part, m, v and the
-    errors stay, and the update is the decay alone. A single worker sends nothing and codes nothing: its v
+    errors stay, and the update is only the decay. A single worker sends nothing and codes nothing: its v
     freezes all the same, and its m is exact.
 
     Args:
@@ -109,7 +109,7 @@ def one_bit_adam(
         as a tuple.
 
     Returns:
-      A chain whose first state is a `OneBitAdamState`; `audit.of` counts what it sends, in full
+      A chain; its first state is a `OneBitAdamState`; `audit.of` counts what it sends, in full
       precision too. ``update(updates, state, params, abstain=None)`` takes gradients that vary over
       the workers, floating leaves of any shape, and returns updates of the same shapes and dtypes that
       are the same on every worker; it and ``init`` must run where their axis is bound.
@@ -179,18 +179,18 @@ def zero_one_adam(
     check_betas(b1=b1, b2=b2)
     wanted = "give a number above 0, such as 1e-8"
     check_number(f"eps={eps!r}", eps, lambda x: 0 < x < np.inf, wanted)
+    codes, axis = coded_mean(1, workers), worker_axes(workers)[0]
     floats = owner(
         optax.identity(), workers=workers, quantizer=quantize.dense(), reply=decide.values(),
         wire=wires.all_reduce(),
     )  # fmt: skip
-    moments = _Moments(b1, b2, coded_mean(1, workers), floats, worker_axes(workers)[0])
 
     def init(params: optax.Params) -> OneBitAdamState:
         params = checks.check_leaves(params)
         agreed = wires.agreed(params, sum(worker_axes(workers), ()))
         mu, nu = (optax.tree.zeros_like(agreed, dtype=jnp.float32) for _ in range(2))
         count, updates = jnp.zeros(2, jnp.int32)
-        return OneBitAdamState(count, updates, mu, nu, moments.codes.init(_wide(params)))
+        return OneBitAdamState(count, updates, mu, nu, codes.init(_wide(params)))
 
     def update(
         grads: optax.Updates,
@@ -205,12 +205,38 @@ def zero_one_adam(
         checks.check_state(grads, state.mu)
         is_full = in_full(kappa, min(freeze_after, _NEVER), state.count)
         extra = {"params": params, "abstain": abstain}
+
+        def in_floats(grads: optax.Updates, old: OneBitAdamState) -> OneBitAdamState:
+            """The mean gradient goes into both moments; errors wait."""
+            kept, dense = old.exchange, floats.init(grads)
+            exchange = kept._replace(error=dense.error, owner=dense.owner)
+            mean, exchange = floats.update(grads, exchange, **extra)
+            exchange = exchange._replace(error=kept.error, owner=kept.owner)
+            mu = optax.tree.update_moment(mean, old.mu, b1, 1)
+            nu = optax.tree.update_moment(mean, old.nu, b2, 2)
+            return OneBitAdamState(old.count, optax.safe_increment(old.updates), mu, nu, exchange)
+
+        def in_codes(grads: optax.Updates, old: OneBitAdamState) -> OneBitAdamState:
+            """Codes of the workers' momenta go up; those of the mean come back, the new momentum."""
+            mu_i = _wide(optax.tree.update_moment(grads, old.mu, b1, 1))
+            mu, exchange = codes.update(mu_i, old.exchange, **extra)
+            return old._replace(mu=mu, exchange=exchange)
+
+        def step(
+            moments: Callable[..., OneBitAdamState], grads: optax.Updates, old: OneBitAdamState
+        ) -> tuple[jax.Array, OneBitAdamState]:
+            new = moments(grads, old)._replace(count=optax.safe_increment(old.count))
+            # If no worker took part, the state stays, but for the statistics of the exchange.
+            some = new.exchange.votes.abstained < axes.workers_on(axis)
+            old = old._replace(exchange=new.exchange)
+            # Betas may be of a wider dtype.
+            return some, optax.tree.where(some, optax.tree.cast_like(new, old), old)
+
         # A branch for each, with collectives of its own; all workers take the same one, as they count
         # the same steps.
-        in_floats = partial(moments.step, moments.in_floats, extra)
-        in_codes = partial(moments.step, moments.in_codes, extra)
+        branches = partial(step, in_floats), partial(step, in_codes)
         with scopes.by_count():
-            some, state = jax.lax.cond(is_full, in_floats, in_codes, _wide(grads), state)
+            some, state = jax.lax.cond(is_full, *branches, _wide(grads), state)
         with jax.numpy_dtype_promotion("standard"):  # optax takes a number to the power of a count
             mu = optax.tree.bias_correction(state.mu, b1, jnp.maximum(state.count, 1))
             nu = optax.tree.bias_correction(state.nu, b2, jnp.maximum(state.updates, 1))
@@ -231,48 +257,3 @@ def in_full(kappa: int, end: int, count: jax.Array) -> jax.Array:
         doubled |= doubled >> shift
     gap = doubled - (doubled >> 1)
     return (count < end) & ((count - kappa * (gap - 1)) % gap == 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Moments:
-    """The next moments, by either exchange; ``extra`` are the keyword arguments of both."""
-
-    b1: ArrayLike
-    b2: ArrayLike
-    codes: optax.GradientTransformationExtraArgs
-    floats: optax.GradientTransformationExtraArgs
-    axis: Axes
-
-    def in_floats(
-        self, grads: optax.Updates, state: OneBitAdamState, extra: dict[str, Any]
-    ) -> OneBitAdamState:
-        """The mean gradient goes into both moments; errors wait."""
-        kept, dense = state.exchange, self.floats.init(grads)
-        exchange = kept._replace(error=dense.error, owner=dense.owner)
-        mean, exchange = self.floats.update(grads, exchange, **extra)
-        exchange = exchange._replace(error=kept.error, owner=kept.owner)
-        mu = optax.tree.update_moment(mean, state.mu, self.b1, 1)
-        nu = optax.tree.update_moment(mean, state.nu, self.b2, 2)
-        updates = optax.safe_increment(state.updates)
-        return OneBitAdamState(state.count, updates, mu, nu, exchange)
-
-    def in_codes(
-        self, grads: optax.Updates, state: OneBitAdamState, extra: dict[str, Any]
-    ) -> OneBitAdamState:
-        """Codes of the workers' momenta go up; those of the mean come back, the new momentum."""
-        mu_i = _wide(optax.tree.update_moment(grads, state.mu, self.b1, 1))
-        mu, exchange = self.codes.update(mu_i, state.exchange, **extra)
-        return state._replace(mu=mu, exchange=exchange)
-
-    def step(
-        self, exchange: Any, extra: dict[str, Any], grads: optax.Updates, old: OneBitAdamState
-    ) -> tuple[jax.Array, OneBitAdamState]:
-        """``bool[]``, whether any worker took part, and the next state.
-
-        If none did, the state stays, but for the statistics of the exchange.
-        """
-        new = exchange(grads, old, extra)._replace(count=optax.safe_increment(old.count))
-        some = new.exchange.votes.abstained < axes.workers_on(self.axis)
-        old = old._replace(exchange=new.exchange)
-        # Betas may be of a wider dtype.
-        return some, optax.tree.where(some, optax.tree.cast_like(new, old), old)

@@ -15,16 +15,14 @@ Where this differs from the paper:
 2. Of Q, too, only the directions are kept: columns are scaled so. One that came out as zeros, as where a
    gradient has a lower rank, stays what it was: it would be zeros for ever.
 3. A leaf of more than two dimensions is the matrix of leading x trailing dimensions with the smallest
-   m + n. A leaf whose factors would be no smaller than it is averaged whole, as vectors are.
-4. The optimizer is any transform, and not SGD with momentum after the decompression (algorithm 2) alone.
+   m + n. A leaf with factors that would be no smaller than it is averaged whole, as vectors are.
+4. The optimizer is any transform, and not SGD with momentum only, after the decompression (algorithm 2).
 5. Workers that abstain, and a single worker, see `powersgd`: both are ours, as are factors in codes.
 
 Source: Vogels et al., "PowerSGD" (arXiv 1905.13727).
 """
 
-import dataclasses
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -143,35 +141,25 @@ def powersgd(
             optax.identity(), workers=axis, quantizer=quantize.midrise(bits),
             reply=decide.codes(bits),
         )  # fmt: skip
-    method = _PowerSGD(axis, rank, codes)
-    mean = compression.on_devices(axis, method.init, method.step)
-    return compression.behind(mean, tx, axis)
+    average = partial(_average, axis, codes)
 
-
-@dataclasses.dataclass(frozen=True)
-class _PowerSGD:
-    axis: Axes
-    rank: int
-    codes: optax.GradientTransformationExtraArgs | None  # of the factors; None for float32
-
-    def init(self, params: optax.Params) -> PowerSGDState:
+    def init(params: optax.Params) -> PowerSGDState:
         params = checks.check_leaves(params)
-        q = placement.on_shards(self.first_q, (params,))
+        q = placement.on_shards(partial(_first_q, axis, rank), (params,))
         error = optax.tree.zeros_like(params, dtype=jnp.float32)
         count, abstained, abstentions = jnp.zeros(3, jnp.int32)
         return PowerSGDState(count, q, error, abstained, abstentions)
 
     def step(
-        self, updates: optax.Updates, state: PowerSGDState, abstain: jax.Array
+        updates: optax.Updates, state: PowerSGDState, abstain: jax.Array
     ) -> tuple[optax.Updates, PowerSGDState]:
-        """Compresses gradients plus errors by two means, as at the top of this file."""
         checks.check_state(updates, state.error)
         tree: Any
         grads, tree = jax.tree.flatten(updates)
         q, error = tree.flatten_up_to(state.q), tree.flatten_up_to(state.error)
         compressed = [i for i, x in enumerate(q) if x is not None]
-        inexact = compressed if self.codes is None else range(len(grads))
-        if axes.workers_on(self.axis) == 1:
+        inexact = compressed if codes is None else range(len(grads))
+        if axes.workers_on(axis) == 1:
             compressed = []
         m = optax.tree.add(optax.tree.cast(grads, jnp.float32), error)
         matrices = {i: m[i].reshape(-1, len(q[i])) for i in compressed}
@@ -180,13 +168,13 @@ class _PowerSGD:
             # Without a barrier the transposition is done by the product: six times as slow on a CPU.
             sent[i] = lax.optimization_barrier(_product(matrices[i], q[i])).T
         # A value that is not finite shows in the products with Q.
-        here = compression.takes_part(self.axis, abstain, sent)
-        means, present = self.mean(here, sent)
+        here = compression.takes_part(axis, abstain, sent)
+        means, present = average(here, sent)
         p = {i: jnp.linalg.qr(_scaled(means[i].T, means[i].T))[0] for i in compressed}
-        new_q, _ = self.mean(here, [_product(p[i].T, matrices[i]) for i in compressed])
+        new_q, _ = average(here, [_product(p[i].T, matrices[i]) for i in compressed])
         for i, x in zip(compressed, new_q, strict=True):
             # A product that is not finite, or would overflow in the next one, is not learned from.
-            finite = jnp.all(jnp.abs(x) < 2.0**127 / self.rank)
+            finite = jnp.all(jnp.abs(x) < 2.0**127 / rank)
             q[i] = jnp.where(finite, _scaled(x.T, q[i]), q[i])
             means[i] = jnp.where(finite, _product(p[i], x), 0).reshape(m[i].shape)
         means = [_fitting(mean, g.dtype) for mean, g in zip(means, grads, strict=True)]
@@ -195,53 +183,66 @@ class _PowerSGD:
         return tree.unflatten(optax.tree.cast_like(means, grads)), PowerSGDState(
             q=tree.unflatten(q),
             error=tree.unflatten(error),
-            **compression.next_counts(state, self.axis, present),
+            **compression.next_counts(state, axis, present),
         )
 
-    def mean(self, here: jax.Array, arrays: Leaves) -> tuple[Leaves, jax.Array]:
-        """Means over the workers that take part, and the number of these."""
-        num_workers = axes.workers_on(self.axis)
-        if self.codes is not None and num_workers > 1:
-            rows = [_rotated(x) for x in arrays]
-            coded, state = self.codes.update(rows, self.codes.init(rows), abstain=~here)
-            means = [_rotated_back(x, like) for x, like in zip(coded, arrays, strict=True)]
-            return means, num_workers - state.votes.abstained
-        counted = [jnp.where(here, x, 0) for x in (*arrays, jnp.float32(1))]
-        add = partial(wires.sum_of_floats, axis=self.axis)
-        *sums, present = compression.in_messages(add, counted)
-        return [x / jnp.maximum(present, 1) for x in sums], present
+    return compression.behind(compression.on_devices(axis, init, step), tx, axis)
 
-    def first_q(self, params: optax.Params) -> optax.Updates:
-        """The first ``Q``, normal and the same on all workers; None of leaves that are not compressed."""
-        leaves, tree = jax.tree.flatten(params)
-        q: list[jax.Array | None] = [None] * len(leaves)
-        for i in self.compressed([x.shape for x in leaves]):
+
+def _average(
+    axis: Axes,
+    codes: optax.GradientTransformationExtraArgs | None,
+    here: jax.Array,
+    arrays: Leaves,
+) -> tuple[Leaves, jax.Array]:
+    """Means over the workers that take part, in codes or in float32, and the number of these."""
+    num_workers = axes.workers_on(axis)
+    if codes is not None and num_workers > 1:
+        # A code would cut off large elements, as of frequent words: rows of 128 are rotated. Columns of a
+        # factor are its rows here, as they differ in size. A 128th, for sums that stay finite.
+        rows = []
+        for x in arrays:
+            row = jnp.pad(x.ravel(), (0, -x.size % ROW)).reshape(-1, ROW)
+            rows.append(rotation.rotated(row / ROW, jnp.int32(0)))
+        coded, state = codes.update(rows, codes.init(rows), abstain=~here)
+        means = []
+        for x, like in zip(coded, arrays, strict=True):
+            flat = rotation.undone(x, jnp.int32(0)).ravel()
+            means.append(ROW * flat[: like.size].reshape(like.shape))
+        return means, num_workers - state.votes.abstained
+    counted = [jnp.where(here, x, 0) for x in (*arrays, jnp.float32(1))]
+    add = partial(wires.sum_of_floats, axis=axis)
+    *sums, present = compression.in_messages(add, counted)
+    return [x / jnp.maximum(present, 1) for x in sums], present
+
+
+def _first_q(axis: Axes, rank: int, params: optax.Params) -> optax.Updates:
+    """The first ``Q``, normal and the same on all workers; None of leaves that are not compressed.
+
+    Those with factors smaller than themselves are: ``rank (m + n) < m n``.
+
+    Raises:
+      ValueError: where none would be compressed.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    q: list[jax.Array | None] = [None] * len(leaves)
+    most = 0  # the highest rank of any leaf
+    for i, x in enumerate(leaves):
+        m, n = as_matrix(x.shape)
+        highest = max(m * n - 1, 0) // max(m + n, 1)
+        most = max(most, highest)
+        if rank <= highest:
             key = jax.random.fold_in(jax.random.key(0), i)
-            _, n = as_matrix(leaves[i].shape)
-            normal = jax.random.normal(key, (n, self.rank), jnp.float32)
+            normal = jax.random.normal(key, (n, rank), jnp.float32)
             # All shards begin with the same, and come to differ.
-            inner = axes.varying_axes(leaves[i]) - set(self.axis)
-            q[i] = axes.varying(normal, tuple(inner))
-        return jax.tree.unflatten(tree, q)
-
-    def compressed(self, shapes: Sequence[tuple[int, ...]]) -> list[int]:
-        """Indices of the leaves whose factors are smaller than themselves.
-
-        Raises:
-          ValueError: where there are none.
-        """
-        highest = []  # rank of each with ``rank (m + n) < m n``
-        for shape in shapes:
-            m, n = as_matrix(shape)
-            highest.append(max(m * n - 1, 0) // max(m + n, 1))
-        most = max(highest, default=0)
-        if self.rank > most:
-            raise ValueError(
-                f"rank={self.rank}: none of the {len(shapes)} leaves would be compressed, as for that rank "
-                f"(m + n) must be less than m n. The highest rank here is {most}; "
-                "lioncub_jax.global_gradients(tx) averages leaves as they are"
-            )
-        return [i for i, rank in enumerate(highest) if self.rank <= rank]
+            q[i] = axes.varying(normal, tuple(axes.varying_axes(x) - set(axis)))
+    if rank > most:
+        raise ValueError(
+            f"rank={rank}: none of the {len(leaves)} leaves would be compressed, as for that rank "
+            f"(m + n) must be less than m n. The highest rank here is {most}; "
+            "lioncub_jax.global_gradients(tx) averages leaves as they are"
+        )
+    return jax.tree.unflatten(tree, q)
 
 
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -259,20 +260,6 @@ def _scaled(x: jax.Array, otherwise: jax.Array) -> jax.Array:
     largest = jnp.max(jnp.abs(x), axis=0)
     moves = largest > 0
     return jnp.where(moves[None], x / jnp.where(moves, largest, 1)[None], otherwise)
-
-
-def _rotated(x: jax.Array) -> jax.Array:
-    """A factor in rows of 128, rotated: a code would cut off large elements, as of frequent words.
-
-    Its columns are its rows here, as they differ in size. A 128th, for sums that stay finite.
-    """
-    rows = jnp.pad(x.ravel(), (0, -x.size % ROW)).reshape(-1, ROW)
-    return rotation.rotated(rows / ROW, jnp.int32(0))
-
-
-def _rotated_back(rows: jax.Array, like: jax.Array) -> jax.Array:
-    flat = rotation.undone(rows, jnp.int32(0)).ravel()
-    return ROW * flat[: like.size].reshape(like.shape)
 
 
 def _fitting(x: jax.Array, dtype: DTypeLike) -> jax.Array:

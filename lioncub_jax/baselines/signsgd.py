@@ -28,7 +28,7 @@ def signsgd(
         group of workers.
 
     Returns:
-      A transform whose ``update`` must run where the workers' axis is bound.
+      A transform; its ``update`` must run where the workers' axis is bound.
 
     Raises:
       ValueError: as `communicate`.

@@ -54,13 +54,13 @@ def carry_over(state: Any, workers: AxisName | Workers, **fields: Any) -> Any:
     for field, tree in fields.items():
         for path, value in paths_of(boxes.opened(tree)).items():
             end = f".{field}{path}".replace(".value", "")
-            found = [name for name, short in names.items() if short.endswith(end)]
-            if not found:
+            matches = [name for name, short in names.items() if short.endswith(end)]
+            if not matches:
                 raise ValueError(
                     f"{field}={type(tree).__name__}: the state has no {end[1:]}: give fields of it, with "
                     "trees like the parameters"
                 )
-            for name in found:
+            for name in matches:
                 arrays[name] = _as_leaf(target, name, value)
     _check_complete(fields, names.values())
     for name, short in names.items():

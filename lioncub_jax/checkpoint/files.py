@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lioncub_jax.checkpoint import tiles
-from lioncub_jax.checkpoint.layout import ArrayInfo, infos_from_json
+from lioncub_jax.checkpoint.layout import ArrayInfo
 from lioncub_jax.checkpoint.schema import parse
 from lioncub_jax.checkpoint.tiles import Index, index_of, shape_of
 
@@ -196,7 +196,7 @@ def _lock(unfinished: Path) -> int:
 
 
 def is_left(unfinished: Path, new: Path, seconds: float) -> bool:
-    """True for an unfinished checkpoint whose writer has ended, and which may be deleted.
+    """True for an unfinished checkpoint that no process writes any more, and which may be deleted.
 
     Args:
       unfinished: written by any process of any machine.
@@ -395,12 +395,13 @@ def read_about(folder: Path) -> Description:
 
 def _parse_body(body: Any) -> Description:
     """Raises some error unless all is there, by its type."""
-    leaves, parts = infos_from_json(body["leaves"]), {}
-    for name, info in leaves.items():
+    leaves, parts = {}, {}
+    for name, fields in body["leaves"].items():
+        leaves[name] = parse(ArrayInfo, fields)
+        parse(tuple[int, int], fields[-1])
         parts[name] = parse(tuple[Place, ...], body["tiles"][name])
-        if any(len(index) != info.abstract().ndim for _, _, index in parts[name]):
+        if any(len(index) != leaves[name].abstract().ndim for _, _, index in parts[name]):
             raise ValueError(f"tiles of {name} have another number of dimensions")
-        parse(tuple[tuple[int, ...], tuple[int, int]], [[*info.shape], info.sums])
     return Description(body["step"], body["metric"], body["data"], leaves, parts)
 
 

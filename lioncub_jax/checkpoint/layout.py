@@ -23,6 +23,7 @@ from lioncub_jax.mesh.specs import axes_in, cuts_of, product, shard_shape, spec_
 
 PER_WORKER = {Holder.WORKER, Holder.FEEDBACK}  # arrays with a leading axis of workers
 IN_ROWS = "rows"
+# Of buckets that ``nnx.state`` made dicts of: they say no longer how they lie.
 _LOST_BUCKET = re.compile(r"(.*)\['(?:mu|error|owner)'\]\[\d+\]\['value'\]")
 
 
@@ -42,7 +43,7 @@ class ArrayInfo(NamedTuple):
     dtype: str
     holder: Holder
     packing: str = ""
-    sums: list[int] | None = None
+    sums: tuple[int, ...] | None = None
 
     @property
     def per_worker(self) -> bool:
@@ -73,7 +74,7 @@ class Rows(NamedTuple):
 
     Attributes:
       bucket: the rows.
-      cuts: for an owner in two levels the buckets of the group, whose slices are the leaves of ``bucket``.
+      cuts: for an owner in two levels the buckets of the group; their slices are the leaves of ``bucket``.
       params: pairs of the index of a leaf and its parameter.
       group_size: devices of a worker in two levels; else 1.
       inner: the inner axes over which the leaves are cut, with their sizes.
@@ -137,7 +138,14 @@ def layout_of(state: Any, workers: Workers) -> Layout:
         ``workers``, and buckets that lost their classes.
     """
     arrays = paths_of(state)
-    _check_classes(arrays)
+    for path in arrays:
+        if lost := _LOST_BUCKET.match(path):
+            raise ValueError(
+                f"state{lost[1]} holds slices of the parameters in a dict that does not say of which, as "
+                "nnx.state(optimizer) does: give the optimizer itself, and all of the model, {'params': "
+                "nnx.state(model, nnx.Param), 'rest': nnx.state(model, nnx.Not(nnx.Param)), 'optimizer': "
+                "optimizer}"
+            )
     declared = _declarations(state, workers)
     layout = []
     for path, x in arrays.items():
@@ -252,27 +260,7 @@ def _refuse_label(path: str, shape: tuple[int, ...], workers: Workers) -> None:
     )
 
 
-def _check_classes(paths: Mapping[str, Any]) -> None:
-    """Raises for buckets that ``nnx.state`` made dicts of: they say no longer how they lie."""
-    for path in paths:
-        if lost := _LOST_BUCKET.match(path):
-            raise ValueError(
-                f"state{lost[1]} holds slices of the parameters in a dict that does not say of which, as "
-                "nnx.state(optimizer) does: give the optimizer itself, and all of the model, {'params': "
-                "nnx.state(model, nnx.Param), 'rest': nnx.state(model, nnx.Not(nnx.Param)), 'optimizer': "
-                "optimizer}"
-            )
-
-
 # --- Saved and wanted arrays
-
-
-def infos_from_json(leaves: Mapping[str, Any]) -> dict[str, ArrayInfo]:
-    """Infos of leaves by name, of what JSON gives back."""
-    return {
-        name: ArrayInfo(tuple(shape), dtype, Holder(holder), *rest)
-        for name, (shape, dtype, holder, *rest) in leaves.items()
-    }
 
 
 def param_names(saved: Mapping[str, ArrayInfo]) -> dict[str, str]:

@@ -34,7 +34,7 @@ from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.checksum import checksums, untyped
 from lioncub_jax.mesh.hosts import any_process, gathered_json, together
-from lioncub_jax.mesh.placement import Workers, worker_axes
+from lioncub_jax.mesh.placement import Workers, check_alive, worker_axes
 
 RULES = ("mean", "keep")
 _NOT_THERE = FileNotFoundError, IsADirectoryError, NotADirectoryError, Damaged
@@ -171,7 +171,7 @@ class Checkpoints:
         """
         self._begin_call("save")
         self._raise_last_error()
-        states.check_not_donated("save(state)", state)
+        check_alive("save(state): state", state)
         state, workers = states.on_workers("save(state)", state, self.workers)
         step, metric, data = states.step_of(state, step), self._metric(metric), as_json(data)
         layout = layout_of(state, workers)
@@ -260,7 +260,7 @@ class Checkpoints:
           step: which; None for the newest that is whole.
 
         Returns:
-          A ``Restored`` whose ``state`` is the parameters.
+          A ``Restored``; its ``state`` is the parameters.
 
         Raises:
           ValueError: if the parameters have other names, shapes or dtypes; else as `restore`.

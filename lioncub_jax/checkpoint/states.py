@@ -44,27 +44,10 @@ def step_of(state: Any, given: Any) -> int:
     return int(step)
 
 
-def check_not_donated(call: str, state: Any) -> None:
-    """Raises ``ValueError`` for a state whose arrays were donated to a step."""
-    leaves = paths_of(state)
-    gone = [path for path, x in leaves.items() if isinstance(x, jax.Array) and x.is_deleted()]
-    if gone:
-        raise ValueError(
-            f"{call}: {len(gone)} of {len(leaves)} arrays hold nothing any more, such as state{gone[0]}, "
-            "since they were donated to a step or deleted: give the state that the step returned, or save "
-            "before the step"
-        )
-
-
 def on_workers(call: str, state: Any, workers: AxisName | Workers) -> tuple[Any, Workers]:
-    """A state as `on_one_mesh`, and workers with the same axes on that mesh."""
-    state, mesh = on_one_mesh(call, state)
-    axis, group = worker_axes(workers)
-    return state, Workers(mesh, spelled(axis), spelled(group))  # type: ignore[arg-type]
+    """A state on one mesh, and workers with the same axes on that mesh.
 
-
-def on_one_mesh(call: str, state: Any) -> tuple[Any, Mesh]:
-    """Places what lies on no mesh on each device of that of the other arrays; linen's boxes are opened.
+    What lies on no mesh is placed on each device of that of the other arrays; linen's boxes are opened.
 
     Raises:
       TypeError: for what is no array.
@@ -91,7 +74,9 @@ def on_one_mesh(call: str, state: Any) -> tuple[Any, Mesh]:
         x if _lies_on_a_mesh(x) else _everywhere(f"{call}: state{path}", x, mesh)
         for path, x in leaves.items()
     ]
-    return jax.tree.unflatten(jax.tree.structure(state), placed), mesh
+    axis, group = worker_axes(workers)
+    on_mesh = Workers(mesh, spelled(axis), spelled(group))  # type: ignore[arg-type]
+    return jax.tree.unflatten(jax.tree.structure(state), placed), on_mesh
 
 
 def places_of(like: Any) -> dict[str, jax.ShapeDtypeStruct]:

@@ -78,7 +78,7 @@ def varying(tree: Any, axis: Axes) -> Any:
 
 
 def same_everywhere(x: jax.Array, axis: Axes) -> jax.Array:
-    """Gives a value of one worker alone the type of a value that does not vary over its axis."""
+    """Gives a value of a single worker the type of a value that does not vary over its axis."""
     differs = tuple(sorted(varying_axes(x).intersection(axis)))
     return lax.psum(x, differs) if differs else x
 
@@ -106,7 +106,7 @@ def shard_of(varying: Collection[str], axis: Axes) -> tuple[Any, int]:
 
 
 def sum_over_shards(x: jax.Array, axis: Axes) -> jax.Array:
-    """Adds numbers over the devices that share one worker; ``axis`` itself is left alone."""
+    """Adds numbers over the devices that share one worker; not over ``axis`` itself."""
     return lax.psum(x, _others(x, axis))
 
 

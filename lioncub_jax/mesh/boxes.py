@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.specs import flax_in_use
+from lioncub_jax.mesh.specs import Specs, flax_in_use
 
 
 def _kinds() -> tuple[type, ...]:
@@ -23,17 +23,23 @@ def _kinds() -> tuple[type, ...]:
     return linen.Partitioned, nnx.Variable
 
 
-def is_box(x: Any) -> bool:
+def is_box(x: object) -> bool:
     """True for a box of flax, which has a name for each dimension, or room for it."""
     return isinstance(x, _kinds())
 
 
 def find_boxes(tree: Any) -> list[Any]:
     """The boxes in a tree."""
-    return list(filter(is_box, jax.tree.leaves(tree, is_leaf=is_box)))
+    return find_nodes(tree, *_kinds())
 
 
-def is_linen_box(x: Any) -> bool:
+def find_nodes(tree: Any, *kinds: type) -> list[Any]:
+    """The nodes of some kinds in a tree, such as states of transforms; the outermost ones."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
+    return [x for x in leaves if isinstance(x, kinds)]
+
+
+def is_linen_box(x: object) -> bool:
     """True for a box of flax linen, which always has names."""
     return isinstance(x, _kinds()[:1])
 
@@ -53,11 +59,13 @@ def boxed_like(like: Any, tree: Any) -> Any:
     return jax.tree.unflatten(wanted, leaves)
 
 
-def _is_place(x: Any) -> bool:
+def _is_place(x: object) -> bool:
     return x is None or is_box(x)
 
 
-def named(state: Any, specs: Any, params: optax.Params, workers: Workers) -> Any:
+def named(
+    state: optax.OptState, specs: Specs, params: optax.Params, workers: Workers
+) -> optax.OptState:
     """Writes the workers' axes on the boxes of what is each worker's own; boxes what has none.
 
     Args:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 def checksums(
     arrays: dict[str, jax.Array],
-) -> tuple[dict[str, list[int]], dict[str, tuple[int, int]]]:
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, int]]]:
     """Two words for each array, one wrong byte changes both; and the arrays that are not one value.
 
     Args:
@@ -29,7 +29,7 @@ def checksums(
     """
     sums, differ = {}, {}
     for path, (each, devices, mesh) in copies(arrays).items():
-        sums[path] = each[0].sum(axis=0, dtype=np.uint32).tolist()
+        sums[path] = tuple(each[0].sum(axis=0, dtype=np.uint32).tolist())
         if (others := np.argwhere((each != each[0]).any(axis=-1))).size:
             copy, shard = others[0]
             one, other = mesh.devices.flat[devices[[0, copy], shard]]

@@ -72,22 +72,23 @@ def _watch(of: "weakref.ref[Waits]") -> None:
 @contextlib.contextmanager
 def _says_that_it_waits(seconds: float) -> Iterator[None]:
     """Unless what is done in it takes less."""
-    timer = threading.Timer(seconds, _say_that_it_waits, [seconds])
+
+    def say_so() -> None:
+        print(
+            f"process {jax.process_index()} has waited {seconds:.0f} s for the other processes: one is "
+            "slow or has died. If it died, JAX ends all when its heartbeats are late "
+            "(heartbeat_timeout_seconds of jax.distributed.initialize); start all again from the newest "
+            "checkpoint",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+    timer = threading.Timer(seconds, say_so)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-
-
-def _say_that_it_waits(seconds: float) -> None:
-    print(
-        f"process {jax.process_index()} has waited {seconds:.0f} s for the other processes: one is slow or "
-        "has died. If it died, JAX ends all when its heartbeats are late (heartbeat_timeout_seconds of "
-        "jax.distributed.initialize); start all again from the newest checkpoint",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -175,12 +176,12 @@ def gathered_json(what: Any) -> list[Any]:
     return messages
 
 
-def is_key(x: Any) -> bool:
+def is_key(x: object) -> bool:
     """True for an array of typed random keys."""
     return jnp.issubdtype(getattr(x, "dtype", np.void), jax.dtypes.prng_key)
 
 
-def key_words(x: Any) -> Any:
+def key_words(x: jax.Array) -> jax.Array:
     """An array; of random keys their words, ``uint32[..., words]``."""
     return jax.random.key_data(x) if is_key(x) else x
 
@@ -193,16 +194,16 @@ def from_key_words(words: jax.Array, like: Any) -> jax.Array:
 
 
 def is_process_local(x: Any, sharding: NamedSharding) -> bool:
-    """True for an array of this process alone, which is to lie on devices of others too."""
+    """True for an array of this process only, which is to lie on devices of others too."""
     of_host = not isinstance(x, jax.ShapeDtypeStruct)
     return not sharding.is_fully_addressable and getattr(x, "is_fully_addressable", of_host)
 
 
 def put(x: Any, sharding: NamedSharding, rows: int | None = None) -> jax.Array:
-    """Places an array on a mesh; one of this process alone by its own devices, and nothing is sent.
+    """Places an array on a mesh; one of this process only by its own devices, and nothing is sent.
 
     Args:
-      x: global, or of this process alone: the same array on all, or those rows that its devices take.
+      x: global, or of this process only: the same array on all, or those rows that its devices take.
       sharding: where to.
       rows: of all processes, if its own are the rows of its devices.
     """
@@ -217,9 +218,9 @@ def put(x: Any, sharding: NamedSharding, rows: int | None = None) -> jax.Array:
 
 
 def check_same(call: str, tree: Any, sharding: NamedSharding) -> None:
-    """Raises ``ValueError`` for arrays that processes have each, and not alike, by a checksum of each.
+    """Raises ``ValueError`` for arrays of single processes that differ between them, by a checksum of each.
 
-    And for meshes whose devices are in another order: they would wait for each other for ever.
+    And for meshes with their devices in another order: they would wait for each other for ever.
     """
     if sharding.is_fully_addressable:
         return
@@ -276,7 +277,10 @@ def check_same_step(lowered: jax.stages.Lowered, **arguments: Any) -> None:
         return
     paths = jax.tree_util.tree_leaves_with_path(arguments)
     leaves = {f"{path[0].key}{jax.tree_util.keystr(path[1:])}": x for path, x in paths}
-    scalars = {name: x for name, x in leaves.items() if jnp.ndim(x) == 0 and _is_replicated(x)}
+    scalars = {}
+    for name, x in leaves.items():
+        if jnp.ndim(x) == 0 and (not isinstance(x, jax.Array) or x.is_fully_replicated):
+            scalars[name] = x
     program = lowered.as_text().splitlines()
     collectives = [match for line in program if (match := _COLLECTIVE.search(line))]
     shardings = [getattr(x, "sharding", None) for x in leaves.values()]
@@ -321,14 +325,10 @@ def who_differs(values: list[int]) -> tuple[int, int, str]:
     return values.index(common), odd[0], f"process{'es' * (',' in names)} {names}{others}"
 
 
-def _is_replicated(x: Any) -> bool:
-    return not isinstance(x, jax.Array) or x.is_fully_replicated
-
-
 class Batches:
     """Placement of the batches of a step, and checks of their rows.
 
-    A mesh cuts a batch into parts. Of an array that a process alone has, such as one of NumPy, the rows
+    A mesh cuts a batch into parts. Of an array that only one process has, such as one of NumPy, the rows
     are those of the parts that its devices take, in the order of the parts.
     """
 
@@ -350,18 +350,15 @@ class Batches:
         self.shared = len(self._taken) == jax.process_count() > 1
         self._rows: dict[str, float] | None = None  # for a part, when processes compared theirs
 
-    def check(self, batch: Any, split: Sequence[bool]) -> None:
+    def check(self, leaves: Sequence[tuple[str, Any, bool]]) -> None:
         """Has the processes compare what each gives, once, so that all raise where it does not fit.
 
         Args:
-          batch: a tree of arrays.
-          split: for each leaf whether it is cut over the workers, or goes whole to each.
+          leaves: the name and the array of each, and True where it is cut over the workers, or False where
+            it goes whole to each.
         """
-        leaves = zip(jax.tree_util.tree_leaves_with_path(batch), split, strict=True)
-        both = {
-            _name(path): (x, c) for (path, x), c in leaves if is_process_local(x, self._sharding)
-        }
-        own = {name: x for name, (x, c) in both.items() if c}
+        leaves = [leaf for leaf in leaves if is_process_local(leaf[1], self._sharding)]
+        own = {name: x for name, x, is_split in leaves if is_split}
         me = jax.process_index()
         rows = {name: _rows(x) / len(self._taken[me]) for name, x in own.items()}
         if rows == self._rows or (not own and self._rows):
@@ -371,7 +368,7 @@ class Batches:
                 f"process {me} gives {rows} rows for each part of the batch, and gave {self._rows} when "
                 "processes compared theirs: give as many in each step, or make another step for others"
             )
-        whole = {name: crc(x) for name, (x, c) in both.items() if not c}
+        whole = {name: crc(x) for name, x, is_split in leaves if not is_split}
         each = gathered_json([rows, [crc(x) for x in own.values()], whole])
         seen: dict[Any, int] = {}  # parts, and checksums
         for process, taken in self._taken.items():
@@ -428,10 +425,6 @@ class Batches:
                 f"{taken * self._steps} ({self._why}): drop or pad the last rows{here if own else ''}"
             )
         return rows // taken * self._parts
-
-
-def _name(path: Any) -> str:
-    return f"batch{jax.tree_util.keystr(path)}"
 
 
 def _rows(x: Any) -> int:

@@ -57,7 +57,7 @@ def pack_tiles(codes: jax.Array, p: int, *, interpret: bool = False) -> list[jax
       >>> [bool((a == b).all()) for a, b in zip(packed, bits.pack(codes, 3))]
       [True, True, True]
     """
-    from jax.experimental import pallas as pl  # a quarter of a second that nobody else needs
+    from jax.experimental import pallas as pl  # a quarter of a second that others save
     from jax.experimental.pallas import tpu as pltpu
 
     blocks = codes.shape[0] // BLOCK

@@ -21,10 +21,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, auto_axes,
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.mesh import axes as mesh_axes
-from lioncub_jax.mesh import kernels
 from lioncub_jax.mesh.axes import Axes, AxisName
-from lioncub_jax.mesh.border import joined_at_border
 from lioncub_jax.mesh.specs import (
+    Specs,
     by_type,
     checked,
     declared,
@@ -76,7 +75,7 @@ def two_level_mesh(
 class Static:
     """A pytree node without arrays: a part of a result's structure, as the keys of a dict are.
 
-    A traced function returns it beside arrays, or alone where ``jax.eval_shape`` calls it.
+    A traced function returns it beside arrays, or by itself where ``jax.eval_shape`` calls it.
 
     Attributes:
       value: anything that is known when a function is traced; it is not compared.
@@ -119,9 +118,22 @@ class Workers:
     group: AxisName | None = None
 
     def __post_init__(self) -> None:
-        check_mesh(self.mesh, self.axis, self.group)
-        for name in ("axis", "group"):  # one spelling of what means the same
-            object.__setattr__(self, name, mesh_axes.spelled(mesh_axes.names(getattr(self, name))))
+        mesh, given = self.mesh, {"axis": self.axis, "group": self.group}
+        if not isinstance(mesh, Mesh | AbstractMesh):
+            raise TypeError(
+                f"{mesh!r} is no mesh: give a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',))"
+            )
+        names: list[Any] = []
+        for part in given.values():
+            names += part if isinstance(part, tuple) else [part] if part else []
+        if not self.axis or not all(names.count(n) == 1 and n in mesh.axis_names for n in names):
+            raise ValueError(
+                f"axis={self.axis!r}, group={self.group!r}: the mesh has axes {mesh.axis_names}; give "
+                "names of them, each once. A worker is one index of axis, such as 'data', and its devices "
+                "are those of group and of the inner axes"
+            )
+        for name, part in given.items():  # one spelling of what means the same
+            object.__setattr__(self, name, mesh_axes.spelled(mesh_axes.names(part)))
 
     @classmethod
     def one_per_device(cls, axis: str = "data") -> "Workers":
@@ -157,7 +169,7 @@ class Workers:
         group = "" if self.group is None else f", group={self.group!r}"
         return f"axis={self.axis!r}{group}"
 
-    def param_specs(self, params: optax.Params, specs: Any, *, needed: bool = True) -> Any:
+    def param_specs(self, params: optax.Params, specs: Specs, *, needed: bool = True) -> Specs:
         """Specs of parameters over the inner axes: as given, or as the parameters say themselves.
 
         Where neither says it, that is an error if it is ``needed``, and else left to the compiler.
@@ -178,13 +190,13 @@ class Workers:
         mesh = self.mesh
         hidden = [n for n in self.inner if n in mesh.auto_axes and mesh.shape[n] > 1]
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
-        return hidden if traced and not declared(params) else []
+        return hidden if traced and not any(jax.tree.leaves(declared(params))) else []
 
     def map(
         self,
         fn: Callable[..., Any],
-        in_specs: Any,
-        out_specs: Any,
+        in_specs: Specs,
+        out_specs: Specs,
         *,
         typed: bool,
     ) -> Callable[..., Any]:
@@ -195,7 +207,7 @@ class Workers:
           in_specs: a tree (prefix) like the arguments, of specs over all axes, inner ones included.
           out_specs: the same for the results.
           typed: whether types tell what varies over the workers, and how arrays are cut over all inner
-            axes, or over those alone that are explicit on the mesh. Where types tell, a model with a
+            axes, or over those only that are explicit on the mesh. Where types tell, a model with a
             ``scan``, ``cond`` or Pallas kernel must cast by hand whatever it starts from: a transform is
             typed, and a loss is not.
 
@@ -210,18 +222,14 @@ class Workers:
         if hidden:
             fn = _constrained(fn, restrict(out_specs, hidden))
         of_args, of_results = restrict((in_specs, out_specs), self.axes)
-        over = partial(
-            jax.shard_map,
+        mapped = jax.shard_map(
+            fn,
             mesh=None if shows else self.mesh,
+            in_specs=of_args,
             out_specs=of_results,
             axis_names=set(self.axes),
             check_vma=typed,
         )
-        # XLA for TPU would keep joined arrays, in bfloat16.
-        if self.inner or kernels.for_tpu(self.mesh):
-            mapped = over(fn, in_specs=of_args)
-        else:
-            mapped = joined_at_border(over, fn, of_args)
         if self.inner or not typed:
             # JAX 0.10.2 cannot run a partly manual one eagerly.
             mapped = jax.jit(mapped)
@@ -231,13 +239,13 @@ class Workers:
         # are the compiler's at the border, and constrained on both sides of it.
         return auto_axes(mapped, axes=shows, out_sharding=self.shardings(out_specs))
 
-    def constrain(self, tree: Any, specs: Any) -> Any:
+    def constrain(self, tree: Any, specs: Specs) -> Any:
         """Constrains global arrays to their specs."""
         if not set(self.mesh.auto_axes).intersection(self.inner):
             return tree  # their types say it, or `map` that they come from
         return jax.lax.with_sharding_constraint(tree, self.shardings(specs))
 
-    def shardings(self, specs: Any) -> Any:
+    def shardings(self, specs: Specs) -> Any:
         """Specs as shardings on the mesh."""
         return jax.tree.map(partial(NamedSharding, self.mesh), specs)
 
@@ -246,8 +254,8 @@ class Workers:
         sharding = NamedSharding(self.mesh, spec)
         return jax.ShapeDtypeStruct((*lead, *jnp.shape(x)), x.dtype, sharding=sharding)
 
-    def stack(self, tree: Any, specs: Any, *, undo: bool = False) -> Any:
-        """Adds the leading axis of what differs between workers, by its specs; or takes it away."""
+    def stack(self, tree: Any, specs: Specs, *, undo: bool = False) -> Any:
+        """Adds the leading axis of what differs between workers, by its specs; or removes it."""
         arrays, structure = jax.tree.flatten(tree)
         for i, spec in enumerate(jax.tree.leaves(specs)):
             if self.stacks(spec):
@@ -260,7 +268,7 @@ class Workers:
         return not set(self.axes).isdisjoint(first if isinstance(first, tuple) else (first,))
 
 
-def check_workers(workers: Any) -> None:
+def check_workers(workers: object) -> None:
     """Raises ``TypeError`` for anything but `Workers`, where a mesh is needed."""
     if not isinstance(workers, Workers):
         raise TypeError(
@@ -313,7 +321,7 @@ def check_arrays(params: optax.Params, *others: type, name: str = "params") -> N
 
 
 def check_alive(name: str, tree: Any) -> None:
-    """Raises ``ValueError`` for an array whose memory a step took over, where JAX would end the process."""
+    """Raises ``ValueError`` for an array that was donated to a step, where JAX would end the process."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
             raise ValueError(
@@ -342,24 +350,7 @@ def check_devices(workers: Workers, **trees: Any) -> None:
             )
 
 
-def check_mesh(mesh: Any, axis: Any, group: Any = None) -> None:
-    """Raises for what is no mesh, a mesh without an axis that is named, or an axis named twice."""
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(
-            f"{mesh!r} is no mesh: give a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',))"
-        )
-    names = [
-        n for part in (axis, group or ()) for n in (part if isinstance(part, tuple) else [part])
-    ]
-    if not axis or not all(names.count(n) == 1 and n in mesh.axis_names for n in names):
-        raise ValueError(
-            f"axis={axis!r}, group={group!r}: the mesh has axes {mesh.axis_names}; give names of them, "
-            "each once. A worker is one index of axis, such as 'data', and its devices are those of group "
-            "and of the inner axes"
-        )
-
-
-def _constrained(fn: Callable[..., Any], specs: Any) -> Callable[..., Any]:
+def _constrained(fn: Callable[..., Any], specs: Specs) -> Callable[..., Any]:
     """``fn``, whose results the compiler cuts as ``specs`` say."""
 
     def constrain(spec: P, part: Any) -> Any:

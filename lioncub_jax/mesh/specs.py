@@ -8,16 +8,19 @@ import functools
 import math
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+# A tree of ``PartitionSpec``, or a prefix of one.
+Specs: TypeAlias = Any
 
-def specs_of(params: optax.Params) -> Any:
+
+def specs_of(params: optax.Params) -> Specs:
     """Reads the specs of parameters off the parameters.
 
     Args:
@@ -38,15 +41,10 @@ def specs_of(params: optax.Params) -> Any:
       >>> lc.mesh.specs_of(params)["kernel"] == jax.P(None, "fsdp")
       True
     """
-    specs = _declared(params)
+    specs = declared(params)
     if specs is None:
         return jax.tree.map(spec_of, params)
     return jax.tree.map(lambda s: P() if s is None else s, specs, is_leaf=lambda s: s is None)
-
-
-def declared(params: optax.Params) -> bool:
-    """True where metadata of flax has the spec of a parameter, of one at least."""
-    return any(jax.tree.leaves(_declared(params)))
 
 
 def spec_of(x: Any) -> P:
@@ -60,12 +58,12 @@ def spec_of(x: Any) -> P:
 
 
 @functools.cache  # a training step asks for every parameter, every time
-def _cutting(mesh: Any) -> tuple[str, ...]:
+def _cutting(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """The axes that cut anything: one of a single device does not, and XLA forgets it."""
     return tuple(n for n, size in mesh.shape.items() if size > 1)
 
 
-def by_type(tree: Any, axes: Sequence[str]) -> Any:
+def by_type(tree: optax.Params, axes: Sequence[str]) -> Specs:
     """Specs of arrays by their types, with a leading dimension for what varies over the axes."""
 
     def spec_of_type(x: jax.Array) -> P:
@@ -90,7 +88,7 @@ def flax_in_use() -> bool:
     return "flax" in sys.modules
 
 
-def _declared(params: optax.Params) -> Any:
+def declared(params: optax.Params) -> Specs | None:
     """Specs of parameters by the metadata of flax, or None without any."""
     if not flax_in_use():
         return None
@@ -107,14 +105,14 @@ def _declared(params: optax.Params) -> Any:
     return linen.logical_to_mesh(specs, rules) if logical and rules else specs
 
 
-def _knows(x: Any) -> bool:
+def _knows(x: object) -> bool:
     """True for an array that has its spec itself."""
     if isinstance(x, jax.core.Tracer):
         return bool(jax.typeof(x).sharding.mesh.explicit_axes)
     return isinstance(getattr(x, "sharding", None), NamedSharding)
 
 
-def checked(specs: Any, params: optax.Params, mesh: Mesh, workers: Sequence[str]) -> Any:
+def checked(specs: Specs, params: optax.Params, mesh: Mesh, workers: Sequence[str]) -> Specs:
     """Specs of parameters in their one spelling, in a tree like the parameters.
 
     Raises:
@@ -129,29 +127,24 @@ def checked(specs: Any, params: optax.Params, mesh: Mesh, workers: Sequence[str]
         )
     shortest = []
     for (path, x), spec in zip(leaves, flat, strict=True):
-        _check_spec(jax.tree_util.keystr(path) or "(root)", jnp.shape(x), spec, mesh, workers)
-        # XLA replicates what is empty, whatever it is told.
+        name, shape = jax.tree_util.keystr(path) or "(root)", jnp.shape(x)
+        if taken := {*axes_in(spec)} & {*workers}:
+            raise ValueError(
+                f"{name} has spec {spec}, but {taken.pop()!r} is an axis of the workers: each worker holds "
+                "all parameters, cut over inner axes only. Put the workers on another axis, or shard "
+                "parameters over an axis that is not theirs"
+            )
+        try:
+            NamedSharding(mesh, spec).shard_shape(shape)
+        except (ValueError, IndexError) as error:
+            raise ValueError(
+                f"{name} has shape {shape}, and cannot lie as {spec} on {dict(mesh.shape)} ({error}): "
+                "replicate it, or pad it; of a logical name flax.linen.logical_to_mesh(specs, rules) makes "
+                "an axis"
+            ) from error
+        # XLA replicates what is empty, whatever its spec.
         shortest.append(shortened(spec, _cutting(mesh)) if x.size else P())
     return jax.tree.unflatten(structure, shortest)
-
-
-def _check_spec(
-    path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, workers: Sequence[str]
-) -> None:
-    if taken := {*axes_in(spec)} & {*workers}:
-        raise ValueError(
-            f"{path} has spec {spec}, but {taken.pop()!r} is an axis of the workers: each worker holds "
-            "all parameters, cut over inner axes only. Put the workers on another axis, or shard "
-            "parameters over an axis that is not theirs"
-        )
-    try:
-        NamedSharding(mesh, spec).shard_shape(shape)
-    except (ValueError, IndexError) as error:
-        raise ValueError(
-            f"{path} has shape {shape}, and cannot lie as {spec} on {dict(mesh.shape)} ({error}): "
-            "replicate it, or pad it; of a logical name flax.linen.logical_to_mesh(specs, rules) makes an "
-            "axis"
-        ) from error
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
@@ -198,12 +191,12 @@ def check_batch_spec(spec: P, mesh: Mesh, workers: Sequence[str]) -> None:
         )
 
 
-def stacked(specs: Any, axes: Sequence[str]) -> Any:
+def stacked(specs: Specs, axes: Sequence[str]) -> Specs:
     """Specs of arrays with one more, leading dimension, cut over ``axes``."""
     return jax.tree.map(lambda spec: shortened(P(tuple(axes), *spec)), specs)
 
 
-def restrict(specs: Any, axes: Iterable[str]) -> Any:
+def restrict(specs: Specs, axes: Iterable[str]) -> Specs:
     """Specs with only the axes named."""
     return jax.tree.map(functools.partial(shortened, axes=frozenset(axes)), specs)
 

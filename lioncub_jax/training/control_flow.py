@@ -1,8 +1,8 @@
 """Values of a traced program that differ between workers although their types call them the same.
 
 JAX types the results of ``cond``, ``switch`` and ``while`` by their branches and not by their predicate
-(jax issue 40823). Where one worker decides alone, a collective in a branch hangs, and a result whose type
-is "the same on all workers" is not. Names and parameters of JAX's operations are read here alone;
+(jax issue 40823). Where one worker decides by itself, a collective in a branch hangs, and a result with the
+type "the same on all workers" is not. Names and parameters of JAX's operations are read only here;
 tests/test_chains.py asks each of them of the JAX that is installed.
 """
 
@@ -25,17 +25,10 @@ def has_branches(jaxpr: Jaxpr) -> bool:
 
     Without one, types say all, and `differing` need not be called.
     """
-    jaxprs = [jaxpr]  # a loop and not `jaxprs_in`: each step that is traced pays for it
-    while jaxprs:
-        for eqn in jaxprs.pop().eqns:
-            if eqn.primitive.name in ("cond", "while"):
-                return True
-            for value in eqn.params.values():
-                for one in value if isinstance(value, (tuple, list)) else (value,):
-                    if isinstance(one, Jaxpr):
-                        jaxprs.append(one)
-                    elif isinstance(one, ClosedJaxpr):
-                        jaxprs.append(one.jaxpr)
+    for eqn in jaxpr.eqns:
+        inner = jaxprs_in(eqn)
+        if eqn.primitive.name in ("cond", "while") or any(has_branches(one) for one in inner):
+            return True
     return False
 
 
@@ -106,7 +99,7 @@ def _count_equal_ranks(outside: Sequence[Any], inside: Sequence[Any]) -> int:
 
 
 def _looped(body: Jaxpr, over: Axes, args: list[bool], at: int, carried: int) -> list[bool]:
-    """Results of a loop, whose turns take the results of the turn before from place ``at`` on."""
+    """Results of a loop: each turn takes the results of the turn before from place ``at`` on."""
     while True:
         results = differing(body, over, args)
         after = list(args)

@@ -5,7 +5,6 @@ full precision: training works, and nothing is saved. In a ``shard_map`` of ours
 so gradients are local; in one of the caller's parameters are cast to *varying* over the workers first.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers, worker_axes
-from lioncub_jax.mesh.specs import spec_of, stacked
+from lioncub_jax.mesh.specs import Specs, spec_of, stacked
 from lioncub_jax.training import kinds, modules
 from lioncub_jax.training.kinds import Kind, Loss
 from lioncub_jax.training.loss import check_closure, in_worker, loss_and_aux
@@ -37,7 +36,7 @@ def local_value_and_grad(
       loss_fn: ``(params, ...) -> loss`` or, with ``has_aux``, ``(loss, aux)``.
       has_aux: as in ``jax.value_and_grad``.
       workers: a `Workers`, or the name of the axis that your own ``shard_map`` or ``pmap`` binds; None for
-        one device alone.
+        a single device.
 
     Returns:
       A function with the arguments of ``loss_fn`` that returns ``(value, grads)``; both vary over
@@ -70,13 +69,13 @@ def worker_value_and_grad(
     in_kinds: Any = None,
     aux_kinds: Any = None,
     has_aux: bool = False,
-    specs: Any = None,
+    specs: Specs = None,
 ) -> Callable[..., Any]:
     """Like ``jax.value_and_grad`` on global arrays under ``jax.jit``, with a gradient for each worker.
 
     Args:
       loss_fn: ``(params, *args) -> loss`` or, with ``has_aux``, ``(loss, aux)``; the loss is a mean.
-      workers: a `Workers`, whose mesh has axes Auto or Explicit.
+      workers: a `Workers`, on a mesh with Auto or Explicit axes.
       in_kinds: what the arguments behind the parameters are, a tuple with an entry for each, or for the
         parts of its tree: ``Kind.SPLIT`` (cut along the first dimension over the workers),
         ``Kind.SHARED`` (whole to each worker) or ``Kind.PER_WORKER`` (``[workers, ...]``, an entry to each
@@ -138,84 +137,61 @@ def worker_value_and_grad(
         param_specs = workers.param_specs(params, specs, needed=False)
         arg_kinds, arg_specs = kinds.classify_arguments(loss_fn, args, given, workers)
         _check_on_mesh(workers, (params, args))
+        structure: Any
         leaves, structure = jax.tree.flatten(args)
-        loss = _WorkerLoss(
-            loss_fn=loss_fn, workers=workers, structure=structure, arg_kinds=arg_kinds,
-            aux_kinds=aux_kinds, has_aux=has_aux,
-        )  # fmt: skip
+        # The kind of each random stream among the arguments.
+        stream_kinds = modules.find_stream_counts(structure.unflatten(arg_kinds))
+        stream_kinds = jax.tree.leaves(stream_kinds)
+
+        def loss(params: optax.Params, leaves: list[Any]) -> Any:
+            """``(loss, (aux, counts of random streams))`` of one worker, on its part of the arguments."""
+            pairs = zip(arg_kinds, leaves, strict=True)
+            parts = [kinds.take_part(kind, workers, x) for kind, x in pairs]
+            # Made here, for nnx lets a variable be written only at the trace level where it was made.
+            own = structure.unflatten(parts)
+            value, aux = loss_and_aux(loss_fn(params, *own), has_aux)
+            return value, (aux, jax.tree.leaves(modules.find_stream_counts(own)))
+
+        def aux_specs_on_worker(params: optax.Params, leaves: list[Any]) -> Static:
+            _, (aux, _) = in_worker(loss)(params, leaves)
+            return _aux_specs(aux, aux_kinds, workers)
+
+        def on_worker(params: optax.Params, leaves: list[Any]) -> Any:
+            """Gradients ``[1, ...]``, counts of random streams, loss and ``aux`` by `reduce_results`."""
+            run = in_worker(jax.value_and_grad(loss, has_aux=True))
+            (value, (aux, counts)), grads = run(params, leaves)
+            kinds.warn_of_ratios(aux, aux_kinds)
+            grads = jax.tree.map(lambda g: g[None], grads)
+            for i, kind in enumerate(stream_kinds):
+                counts[i] = counts[i][None] if kind is Kind.PER_WORKER else counts[i]
+            each = [Kind.SHARED, *kinds.classify_outputs(aux, aux_kinds)]
+            return grads, counts, *reduce_results((value, aux), each, workers.axes)
+
         map_workers = functools.partial(workers.map, in_specs=(param_specs, arg_specs), typed=False)
-        aux_specs: Any = P(workers.axes)
+        aux_specs: Specs = P(workers.axes)
         if has_aux and set(workers.inner).intersection(workers.mesh.explicit_axes):
-            probe = map_workers(loss.aux_specs, out_specs=P())
+            probe = map_workers(aux_specs_on_worker, out_specs=P())
             aux_specs = jax.eval_shape(probe, params, leaves).value
-        # Whose streams begin alike draw as often, so nothing is sent to agree on it.
-        count_specs = [kinds.spec_over_workers(kind, workers, P()) for kind in loss.stream_kinds]
-        grad_specs = stacked(param_specs, workers.axes)
-        run = map_workers(
-            loss.value_and_grad, out_specs=(grad_specs, count_specs, aux_specs, P(), P())
-        )
-        grads, counts, *results = run(params, leaves)
-        modules.write_counts(args, counts)
+        # Streams with one beginning draw as often, so nothing is sent to agree on it.
+        count_specs = [kinds.spec_over_workers(kind, workers, P()) for kind in stream_kinds]
+        out_specs = stacked(param_specs, workers.axes), count_specs, aux_specs, P(), P()
+        grads, counts, *results = map_workers(on_worker, out_specs=out_specs)(params, leaves)
+        for variable, count in zip(modules.find_stream_counts(args), counts, strict=True):
+            variable[...] = count  # as transforms of nnx do
         value, aux = join_results(*results)
         return ((value, aux) if has_aux else value), grads
 
     return global_value_and_grad
 
 
-@dataclasses.dataclass(frozen=True)
-class _WorkerLoss:
-    """A loss as one worker calls it, on its part of the arguments.
-
-    Attributes:
-      loss_fn: the loss.
-      workers: the workers.
-      structure: of the arguments behind the parameters, whose leaves the methods take.
-      arg_kinds: the `Kind` of each of these leaves.
-      aux_kinds: as users give them.
-      has_aux: True where the loss returns ``(loss, aux)``.
-    """
-
-    loss_fn: Loss
-    workers: Workers
-    structure: Any
-    arg_kinds: list[Kind]
-    aux_kinds: Any
-    has_aux: bool
-
-    @property
-    def stream_kinds(self) -> list[Kind]:
-        """The `Kind` of each random stream among the arguments."""
-        return jax.tree.leaves(modules.find_stream_counts(self.structure.unflatten(self.arg_kinds)))
-
-    def __call__(self, params: optax.Params, leaves: list[Any]) -> Any:
-        """``(loss, (aux, counts of random streams))``."""
-        pairs = zip(self.arg_kinds, leaves, strict=True)
-        parts = [kinds.take_part(kind, self.workers, x) for kind, x in pairs]
-        # Made here, for nnx lets a variable be written only at the trace level where it was made.
-        args = self.structure.unflatten(parts)
-        loss, aux = loss_and_aux(self.loss_fn(params, *args), self.has_aux)
-        return loss, (aux, jax.tree.leaves(modules.find_stream_counts(args)))
-
-    def aux_specs(self, params: optax.Params, leaves: list[Any]) -> Static:
-        """Specs of the arrays in ``aux`` by place, as types say them in a worker; see `reduce_results`."""
-        _, (aux, _) = in_worker(self)(params, leaves)
-        specs = {}
-        each = kinds.classify_outputs(aux, self.aux_kinds)
-        for i, (x, kind) in enumerate(zip(jax.tree.leaves(aux), each, strict=True)):
-            if kind is not Kind.SHARED:
-                specs[i + 1] = kinds.spec_over_workers(kind, self.workers, spec_of(x))
-        return Static(specs)
-
-    def value_and_grad(self, params: optax.Params, leaves: list[Any]) -> Any:
-        """Gradients ``[1, ...]``, counts of random streams, and loss and ``aux`` by `reduce_results`."""
-        run = in_worker(jax.value_and_grad(self, has_aux=True))
-        (loss, (aux, counts)), grads = run(params, leaves)
-        kinds.warn_of_ratios(aux, self.aux_kinds)
-        grads = jax.tree.map(lambda g: g[None], grads)
-        for i, kind in enumerate(self.stream_kinds):
-            counts[i] = counts[i][None] if kind is Kind.PER_WORKER else counts[i]
-        each = [Kind.SHARED, *kinds.classify_outputs(aux, self.aux_kinds)]
-        return grads, counts, *reduce_results((loss, aux), each, self.workers.axes)
+def _aux_specs(aux: Any, aux_kinds: Any, workers: Workers) -> Static:
+    """Specs of the arrays in ``aux`` by place, as types say them in a worker; see `reduce_results`."""
+    specs = {}
+    each = kinds.classify_outputs(aux, aux_kinds)
+    for i, (x, kind) in enumerate(zip(jax.tree.leaves(aux), each, strict=True)):
+        if kind is not Kind.SHARED:
+            specs[i + 1] = kinds.spec_over_workers(kind, workers, spec_of(x))
+    return Static(specs)
 
 
 def _check_on_mesh(workers: Workers, given: Any) -> None:

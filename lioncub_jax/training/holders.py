@@ -16,7 +16,8 @@ import optax
 from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
-from lioncub_jax.mesh.specs import by_type, spec_of
+from lioncub_jax.mesh.boxes import find_nodes
+from lioncub_jax.mesh.specs import Specs, by_type, spec_of
 
 OWN = {Holder.WORKER, Holder.FEEDBACK, Holder.FRONT}
 _SEQUENCES = tuple, list, OrderedDict  # the states of optax.chain and named_chain, in order
@@ -56,7 +57,7 @@ class StateLayout(NamedTuple):
       holders: who holds it, a `Holder`.
     """
 
-    specs: Any
+    specs: Specs
     holders: Any
 
 
@@ -70,8 +71,8 @@ def layout_on_worker(
     """
     state = tx.init(params)
     holders = find_holders(state)
-    parts = jax.tree.leaves(state, is_leaf=_of_steps)
-    if any(map(_of_steps, parts)) and any(len(spec_of(x)) for x in jax.tree.leaves(params)):
+    is_cut = any(len(spec_of(x)) for x in jax.tree.leaves(params))
+    if is_cut and find_nodes(state, optax.MultiStepsState):
         raise ValueError(
             "optax.MultiSteps forgets how parameters are cut (fsdp, tensor), so it cannot run here: "
             "accumulate inside the worker, make_train_step(..., accumulate=k), which also votes once for k "
@@ -105,8 +106,10 @@ def find_holders(state: optax.OptState, *, in_front: bool = False) -> Any:
     for i, ((key,), part) in enumerate(parts):
         front = in_front or (type(state) in _SEQUENCES and i < last and not inside[i])
         holder = declared.get(getattr(key, "name", ""))
-        whole = find_holders(part, in_front=front) if holder is None else _all(holder, part)
-        holders.append(whole)
+        holders.append(
+            find_holders(part, in_front=front) if holder is None
+            else jax.tree.map(lambda _, holder=holder: holder, part)
+        )  # fmt: skip
     return jax.tree.unflatten(structure, holders)
 
 
@@ -116,23 +119,15 @@ def exchanges(state: optax.OptState) -> bool:
 
 
 def exchanging_part(state: optax.OptState) -> Any:
-    """The first part of a state in whose transform workers communicate, or None."""
+    """The first part of a state of a transform in which workers communicate, or None."""
 
-    def declares(part: Any) -> bool:
+    def declares(part: object) -> bool:
         return bool(getattr(part, "exchanges", False))
 
     return next(filter(declares, jax.tree.leaves(state, is_leaf=declares)), None)
 
 
-def _declared(state: Any, sees_gradients: bool) -> dict[str, Holder]:
+def _declared(state: optax.OptState, sees_gradients: bool) -> dict[str, Holder]:
     if hasattr(state, "holders"):
         return {name: Holder(x) for name, x in state.holders().items()}
     return _DECLARED.get(type(state), {}) if sees_gradients else {}
-
-
-def _all(holder: Holder, part: Any) -> Any:
-    return jax.tree.map(lambda _: holder, part)
-
-
-def _of_steps(part: Any) -> bool:
-    return isinstance(part, optax.MultiStepsState)

@@ -8,7 +8,7 @@ import enum
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_of, product, shortened, spec_of
 
 Loss: TypeAlias = Callable[..., Any]  # of users, with arguments that they choose
+Rows: TypeAlias = list[jax.Array]  # leaves of a worker's batch that are split
 
 
 class Kind(enum.Enum):
@@ -107,38 +108,47 @@ def classify_arguments(
     return kinds, specs
 
 
-def classify_batch(batch: Any, given: Any) -> list[tuple[Kind, int]]:
-    """The `Kind` of each leaf of a batch, and the entry of ``given`` that has it; arrays are `SPLIT`.
+class BatchLeaf(NamedTuple):
+    """A leaf of a batch: its name, the array, its `Kind`, and the entry of the kinds that has it."""
+
+    name: str
+    array: Any
+    kind: Kind
+    entry: int
+
+
+def classify_batch(batch: Any, given: Any) -> list[BatchLeaf]:
+    """The leaves of a batch with their kinds; arrays are `SPLIT` by default.
 
     Raises:
       TypeError: for kinds that are none or do not match, `PER_WORKER`, and leaves that are no arrays.
       ValueError: as `classify_arguments`.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    kinds = []
-    for (path, x), (kind, entry) in zip(leaves, _broadcast_kinds(given, batch), strict=True):
-        where = f"batch{jax.tree_util.keystr(path)}"
+    each = jax.tree_util.tree_leaves_with_path(batch)
+    leaves = []
+    for (path, x), (kind, entry) in zip(each, _broadcast_kinds(given, batch), strict=True):
+        name = f"batch{jax.tree_util.keystr(path)}"
         if kind is Kind.PER_WORKER:
             raise TypeError(
-                f"in_kinds of {where} is PER_WORKER: a batch has lioncub_jax.Kind.SPLIT (cut over the "
+                f"in_kinds of {name} is PER_WORKER: a batch has lioncub_jax.Kind.SPLIT (cut over the "
                 "workers) and SHARED (whole to each); what each worker keeps of its own is "
                 "the model_state of init_state"
             )
-        if kind is None and jnp.ndim(checked_array(where, x)):
+        if kind is None and jnp.ndim(checked_array(name, x)):
             kind = Kind.SPLIT
-        kinds.append((_classify(where, x, kind), entry))
-    if leaves and not any(kind is Kind.SPLIT for kind, _ in kinds):
+        leaves.append(BatchLeaf(name, x, _classify(name, x, kind), entry))
+    if leaves and not any(leaf.kind is Kind.SPLIT for leaf in leaves):
         raise ValueError(
-            f"nothing of the batch is cut over the workers, as batch{jax.tree_util.keystr(leaves[0][0])} "
-            f"of shape {jnp.shape(leaves[0][1])} shows: give arrays whose first dimension are rows, and of "
-            "lists np.asarray(...)"
+            f"nothing of the batch is cut over the workers, as {leaves[0].name} of shape "
+            f"{jnp.shape(leaves[0].array)} shows: give arrays whose first dimension are rows, and of lists "
+            "np.asarray(...)"
         )
-    return kinds
+    return leaves
 
 
 def split_batch(
     batch: Any, kinds: Sequence[Kind], workers: Workers
-) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+) -> tuple[Rows, Callable[[Rows], Any]]:
     """The leaves of a worker's batch that are split, and a function that joins them with the others."""
     structure: Any
     leaves, structure = jax.tree.flatten(batch)
@@ -149,7 +159,7 @@ def split_batch(
         else:
             rest.append(take_part(kind, workers, x))
 
-    def join(rows: list[Any]) -> Any:
+    def join(rows: Rows) -> Any:
         split, whole = iter(rows), iter(rest)
         return structure.unflatten(next(split if k is Kind.SPLIT else whole) for k in kinds)
 
@@ -248,10 +258,8 @@ def classify_outputs(aux: Any, given: Any) -> list[Kind]:
                 "lioncub_jax.Kind.SPLIT to join them along the first dimension or PER_WORKER for "
                 "[workers, ...]; or return numbers"
             )
-        if kind is Kind.PER_WORKER or (kind is Kind.SPLIT and jnp.ndim(x)):
-            kinds.append(kind)
-        else:
-            kinds.append(Kind.SHARED)
+        is_number = kind is not Kind.PER_WORKER and not jnp.ndim(x)
+        kinds.append(Kind.SHARED if kind is None or is_number else kind)
     return kinds
 
 
@@ -294,7 +302,7 @@ def take_part(kind: Kind, workers: Workers, x: Any) -> Any:
     return fold(workers, x) if kind is Kind.FOLDED_KEY else x
 
 
-def fold(workers: Workers, x: Any) -> Any:
+def fold(workers: Workers, x: jax.Array) -> jax.Array:
     """Gives each worker random keys of its own; a raw one stays raw."""
     fold_in = jnp.vectorize(jax.random.fold_in) if is_key(x) else jax.random.fold_in
     return fold_in(x, worker_index(workers.axes))

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import checks, scopes
 from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh import axes, boxes, kernels
 from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers
-from lioncub_jax.mesh.specs import axes_of, product, stacked
+from lioncub_jax.mesh.specs import Specs, axes_of, product, stacked
 from lioncub_jax.training import control_flow
 from lioncub_jax.training.holders import OWN, StateLayout, layout_on_worker
 
@@ -33,12 +34,12 @@ class MappedTransform(NamedTuple):
     tx: optax.GradientTransformationExtraArgs
     workers: Workers
 
-    def layout(self, params: optax.Params, param_specs: Any) -> StateLayout:
+    def layout(self, params: optax.Params, param_specs: Specs) -> StateLayout:
         """Layout of the state of global parameters, with these specs."""
         shapes, tree = jax.tree.flatten(jax.tree.map(self.workers.shape, param_specs, params))
         return _layout(self, tree, tuple(shapes), kernels.for_tpu(self.workers.mesh))
 
-    def jitted_init(self, params: optax.Params, param_specs: Any) -> Any:
+    def jitted_init(self, params: optax.Params, param_specs: Specs) -> Any:
         """Jitted ``init`` for such parameters; the state lies where it belongs."""
         specs = self.layout(params, param_specs).specs
         if not jax.tree.leaves(specs):  # JAX would look in vain for an array that tells the mesh
@@ -57,7 +58,7 @@ class MappedTransform(NamedTuple):
 
     def update(
         self,
-        param_specs: Any,
+        param_specs: Specs,
         grads: optax.Updates,
         state: optax.OptState,
         params: optax.Params,
@@ -117,8 +118,11 @@ class MappedTransform(NamedTuple):
         refused = checks.refused_functions(self.tx)
 
         def update(
-            grads: optax.Updates, state: Any, params: optax.Params, arrays: dict[str, Any]
-        ) -> Any:
+            grads: optax.Updates,
+            state: optax.OptState,
+            params: optax.Params,
+            arrays: dict[str, Any],
+        ) -> tuple[optax.Updates, optax.OptState]:
             given = {"grad": grads} | arrays | static | refused
             return self.tx.update(grads, state, params, **given)
 
@@ -131,22 +135,27 @@ class MappedTransform(NamedTuple):
         after = _kept_if_not_finite(layout.holders, grads, before, after)
         return updates, self.workers.stack(after, layout.specs)
 
-    def _agreed(self, traced: Any, given: Any, results: Any, holders: Any) -> Any:
+    def _agreed(self, traced: ClosedJaxpr, given: Any, results: Any, holders: Any) -> Any:
         """Updates and state, each typed as those who hold it need it.
 
-        A result may vary by its type alone and be the same on all workers, such as the update of a frozen
+        A result may vary by its type only and be the same on all workers, such as the update of a frozen
         leaf: it is computed again without the cast that made it so.
         """
-        over, wanted = self.workers.axes, self._wanted_axes(given, results, holders)
+        over = frozenset(self.workers.axes)
         leaves, structure = jax.tree.flatten(results)
+        # The workers' axes over which each result is to vary: none for an update.
+        wanted = [frozenset[str]() for _ in jax.tree.leaves(results[0])]
+        for holder, x in zip(jax.tree.leaves(holders), jax.tree.leaves(given[1]), strict=True):
+            wanted.append(over if holder in OWN else axes.varying_axes(x) & over)
         vary = [axes.varying_axes(x).intersection(over) for x in leaves]
         loose = [i for i, x in enumerate(vary) if x.difference(wanted[i])]
         if loose or control_flow.has_branches(traced.jaxpr):
-            known = [control_flow.varies(x, over) for x in traced.jaxpr.invars]
-            differ = control_flow.differing(traced.jaxpr, over, known)
+            jaxpr, own = traced.jaxpr, self.workers.axes
+            known = [control_flow.varies(x, own) for x in jaxpr.invars]
+            differ = control_flow.differing(jaxpr, own, known)
             wrong = [i for i, x in enumerate(differ) if x and (i in loose or not wanted[i])]
             if wrong:
-                sent = control_flow.communicates(traced.jaxpr, over)
+                sent = control_flow.communicates(jaxpr, own)
                 raise ValueError(_difference(results, wrong, self.workers, sent))
             again = control_flow.without_casts(traced, jax.tree.leaves(given), loose)
             for i, x in zip(loose, again, strict=True):
@@ -156,18 +165,10 @@ class MappedTransform(NamedTuple):
                 leaves[i] = axes.varying(leaves[i], tuple(wanted[i]))
         return jax.tree.unflatten(structure, leaves)
 
-    def _wanted_axes(self, given: Any, results: Any, holders: Any) -> list[frozenset[str]]:
-        """The workers' axes over which each result is to vary: none for an update."""
-        updates, _ = results
-        _, state, *_ = given
-        over = frozenset(self.workers.axes)
-        wanted = [frozenset[str]() for _ in jax.tree.leaves(updates)]
-        for holder, x in zip(jax.tree.leaves(holders), jax.tree.leaves(state), strict=True):
-            wanted.append(over if holder in OWN else axes.varying_axes(x) & over)
-        return wanted
 
-
-def _kept_if_not_finite(holders: Any, grads: optax.Updates, before: Any, after: Any) -> Any:
+def _kept_if_not_finite(
+    holders: Any, grads: optax.Updates, before: optax.OptState, after: optax.OptState
+) -> optax.OptState:
     """The new state; where this worker's gradient is not finite, floating arrays in front are the old ones.
 
     In front of the exchange, that is; counters, flags and keys there are the new ones.
@@ -209,14 +210,12 @@ def _split_static(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     return arrays, static
 
 
-def find_states(state: Any, *kinds: type) -> list[Any]:
-    """The states of some kinds in a tree of states, the outermost ones."""
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
-    return [x for x in leaves if isinstance(x, kinds)]
-
-
 def check_layout(
-    state: Any, specs: Any, workers: Workers, in_worker: bool = False, name: str = "state"
+    state: optax.OptState,
+    specs: Specs,
+    workers: Workers,
+    in_worker: bool = False,
+    name: str = "state",
 ) -> None:
     """Raises ``ValueError`` for the state of another optimizer, or of other workers."""
     advice = (
@@ -231,7 +230,7 @@ def check_layout(
     for spec, part in zip(jax.tree.leaves(specs), parts, strict=True):
         if not workers.stacks(spec):
             continue
-        # A slice that is the same for all owners differs over the devices of a group alone.
+        # A slice that is the same for all owners differs over the devices of a group only.
         holders = 1 if in_worker else product(workers.mesh.shape, axes_of(spec[0]))
         for x in jax.tree.leaves(part):
             if jnp.shape(x)[:1] != (holders,):
@@ -310,7 +309,7 @@ def on_mesh(
     tx: optax.GradientTransformation,
     workers: Workers,
     *,
-    specs: Any = None,
+    specs: Specs = None,
 ) -> "OnMesh":
     """Runs a transform of this library on global arrays, so that it drops into a trainer under ``jax.jit``.
 
@@ -321,7 +320,7 @@ def on_mesh(
       tx: such as ``lion_cub(1e-4, workers="data")``, alone or in a chain. Transforms in the chain see
         one worker's whole gradients, however they are cut: ``optax.clip_by_global_norm`` is right. In a
         chain around `on_mesh` it would see those of all workers as one gradient.
-      workers: a `Workers`, whose mesh has axes Auto or Explicit.
+      workers: a `Workers`, on a mesh with Auto or Explicit axes.
       specs: a tree of ``PartitionSpec`` like the parameters, such as ``specs_of(params)``; None reads
         them off the parameters: concrete arrays and Explicit axes know them.
 
@@ -367,7 +366,7 @@ class _GlobalTransform:
     """
 
     mapped: MappedTransform
-    specs: Any
+    specs: Specs
 
     def __call__(self, params: optax.Params) -> optax.OptState:
         """The first state of these parameters."""
@@ -402,13 +401,23 @@ class _GlobalTransform:
         check_devices(workers, grads=updates, params=params)
         per_worker = {} if abstain is None else {"abstain": abstain}
         if self._in_worker():
-            _check_typed(workers)
+            if not axes.tracked(workers.axes):
+                raise ValueError(
+                    "on_mesh(tx).update is called in a shard_map with check_vma=False, or in a pmap, where "
+                    "types do not say what differs between workers: give jax.shard_map(..., "
+                    "check_vma=True); or call tx.update itself, with a state that tx.init made in the same "
+                    "shard_map or pmap"
+                )
             layout = layout_on_worker(mapped.tx, params, workers.axes)
             check_layout(state, layout.specs, workers, in_worker=True)
             return mapped.update_on_worker(layout, updates, state, params, extra | per_worker)
         param_specs = self._param_specs(params)
         _check_gradients(updates, params, workers)
-        _check_abstain(abstain, workers)
+        if abstain is not None and jnp.shape(abstain) != (workers.count,):
+            raise ValueError(
+                f"abstain has shape {jnp.shape(abstain)}: give bool[{workers.count}], a flag for each "
+                "worker"
+            )
         state_specs = mapped.layout(params, param_specs).specs
         if boxes.find_boxes(params):
             state = boxes.boxed_like(state_specs, state)
@@ -423,7 +432,7 @@ class _GlobalTransform:
         shapes = self.mapped.jitted_init(params, param_specs).eval_shape(params)
         return jax.tree.map(lambda x: x.sharding, self._boxed(shapes, params, param_specs))
 
-    def state_specs(self, params: optax.Params) -> Any:
+    def state_specs(self, params: optax.Params) -> Specs:
         """The specs of `shardings`."""
         specs = self.mapped.layout(params, self._param_specs(params)).specs
         return jax.tree.unflatten(
@@ -434,10 +443,12 @@ class _GlobalTransform:
         taken = jax.sharding.get_abstract_mesh().manual_axes
         return set(self.mapped.workers.axes) <= set(taken)
 
-    def _param_specs(self, params: optax.Params) -> Any:
+    def _param_specs(self, params: optax.Params) -> Specs:
         return self.mapped.workers.param_specs(params, self.specs)
 
-    def _boxed(self, state: Any, params: optax.Params, param_specs: Any) -> Any:
+    def _boxed(
+        self, state: optax.OptState, params: optax.Params, param_specs: Specs
+    ) -> optax.OptState:
         """The state in flax's boxes, which have the workers' axes in front."""
         if not boxes.find_boxes(params):
             return state
@@ -466,7 +477,7 @@ class OnMesh(optax.GradientTransformationExtraArgs):
         """Shardings of the state of these parameters."""
         return self.init.shardings(params)  # type: ignore[attr-defined]
 
-    def specs(self, params: optax.Params) -> Any:
+    def specs(self, params: optax.Params) -> Specs:
         """The specs of `shardings`."""
         return self.init.state_specs(params)  # type: ignore[attr-defined]
 
@@ -483,20 +494,3 @@ def _check_gradients(updates: optax.Updates, params: optax.Params, workers: Work
                 "hand them to update as they are. Of other transforms on_mesh is the outermost: chains, "
                 "clipping and optax.MultiSteps go inside"
             )
-
-
-def _check_typed(workers: Workers) -> None:
-    """Raises ``ValueError`` inside a worker where types do not say what differs between workers."""
-    if not axes.tracked(workers.axes):
-        raise ValueError(
-            "on_mesh(tx).update is called in a shard_map with check_vma=False, or in a pmap, where types "
-            "do not say what differs between workers: give jax.shard_map(..., check_vma=True); or call "
-            "tx.update itself, with a state that tx.init made in the same shard_map or pmap"
-        )
-
-
-def _check_abstain(abstain: jax.Array | None, workers: Workers) -> None:
-    if abstain is not None and jnp.shape(abstain) != (workers.count,):
-        raise ValueError(
-            f"abstain has shape {jnp.shape(abstain)}: give bool[{workers.count}], a flag for each worker"
-        )

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lioncub_jax.mesh.boxes import find_nodes
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import flax_in_use
 from lioncub_jax.training import loss as losses
 from lioncub_jax.training.kinds import Kind, Loss
-from lioncub_jax.training.mapped import find_states
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -97,7 +97,7 @@ def check_split(params: optax.Params) -> None:
         )
 
 
-def is_module(x: Any) -> bool:
+def is_module(x: object) -> bool:
     """True for an ``nnx.Module``."""
     if not flax_in_use():
         return False
@@ -127,13 +127,7 @@ def find_stream_counts(tree: Any) -> list[Any]:
         return []
     from flax import nnx
 
-    return find_states(tree, nnx.RngCount)
-
-
-def write_counts(tree: Any, counts: list[jax.Array]) -> None:
-    """Writes the new counts of random streams into the ``nnx.Rngs`` of a tree, as transforms of nnx do."""
-    for variable, count in zip(find_stream_counts(tree), counts, strict=True):
-        variable[...] = count
+    return find_nodes(tree, nnx.RngCount)
 
 
 def value_and_grad(

@@ -32,7 +32,7 @@ def overlap_options(workers: Workers) -> dict[str, bool | int | str]:
 
     Returns:
       Names and values, for ``make_train_step(...).compiled(options)``, or for ``compiler_options`` of
-      ``jax.jit``; nothing for a CPU, whose collectives are synchronous.
+      ``jax.jit``; nothing for a CPU: its collectives are synchronous.
 
     Raises:
       TypeError: for no `Workers`.

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.hosts import check_same, is_key, put
 from lioncub_jax.mesh.placement import Workers, check_arrays, check_real, check_workers
-from lioncub_jax.mesh.specs import axes_in, spec_of, specs_of
+from lioncub_jax.mesh.specs import Specs, axes_in, spec_of, specs_of
 from lioncub_jax.training import kinds
 from lioncub_jax.training.mapped import MappedTransform
 from lioncub_jax.training.modules import check_split, is_module, update_module
@@ -28,7 +27,7 @@ def init_state(
     params: optax.Params,
     workers: Workers,
     *,
-    specs: Any = None,
+    specs: Specs = None,
     model_state: Any = (),
     rng: jax.Array | None = None,
     local: optax.GradientTransformation | None = None,
@@ -38,7 +37,7 @@ def init_state(
     Args:
       tx: any optax transform, with or without transforms of this library in it.
       params: tree of floating arrays; boxes of ``flax.linen.Partitioned`` are opened.
-      workers: a `Workers`, whose mesh has axes Auto or Explicit.
+      workers: a `Workers`, on a mesh with Auto or Explicit axes.
       specs: a tree of ``PartitionSpec`` over the inner axes, like the parameters; by default
         ``specs_of(params)``: as they lie already, or as their metadata says.
       model_state: see `StepState`; every worker gets a copy, with random keys of its own.
@@ -52,7 +51,7 @@ def init_state(
       TypeError: for a mesh that is none, parameters that are no arrays, a module of flax, an
         ``rng`` that is no key, or a ``local`` that is no transform.
       ValueError: if the mesh lacks an axis, parameters cannot be cut as the specs say, or processes give
-        different ones (found by a checksum of each array that a process has whole); for a ``local`` in
+        different ones (detected by a checksum of each array that a process has whole); for a ``local`` in
         which workers talk, and for one of workers in two levels.
 
     Example:
@@ -74,29 +73,25 @@ def init_state(
         raise TypeError(
             f"rng is {type(rng).__name__} of shape {jnp.shape(rng)}: give one key, jax.random.key(seed)"
         )
-    everywhere = NamedSharding(workers.mesh, P())
+    everywhere = workers.shardings(P())
     check_same("init_state", {"params": params, "rng": rng}, everywhere)
     # A copy, because the training step donates its state and the caller may still hold the arrays.
     params = jax.tree.map(
-        lambda spec, x: _strong(jnp.copy(put(x, NamedSharding(workers.mesh, spec)))),
-        param_specs, params,
-    )  # fmt: skip
-    rng = put(rng, everywhere)
-    step = put(np.zeros((), np.int32), everywhere)
-    model_state = own_state(model_state, workers)
+        lambda to, x: _strong(jnp.copy(put(x, to))), workers.shardings(param_specs), params
+    )
     opt_state, local_state = (one.jitted_init(params, param_specs)(params) for one in both)
     return StepState(
-        step=step,
+        step=put(np.zeros((), np.int32), everywhere),
         params=params,
-        model_state=model_state,
+        model_state=own_state(model_state, workers),
         opt_state=opt_state,
-        rng=jnp.copy(rng),
+        rng=jnp.copy(put(rng, everywhere)),
         local_state=local_state,
     )
 
 
 def _mapped(
-    tx: Any, params: optax.Params, workers: Workers, specs: Any, local: Any
+    tx: Any, params: optax.Params, workers: Workers, specs: Specs, local: Any
 ) -> tuple[Any, Any, list[MappedTransform]]:
     """Parameters out of their boxes, their specs, and the two optimizers mapped over the workers."""
     check_workers(workers)
@@ -127,7 +122,7 @@ def place(model: Any, workers: Workers) -> Any:
     Args:
       model: an ``nnx.Module``, in which the arrays are replaced; or the variables of a flax linen module, a
         dict with ``"params"``.
-      workers: a `Workers`, whose mesh has axes Auto or Explicit.
+      workers: a `Workers`, on a mesh with Auto or Explicit axes.
 
     Returns:
       The module, or new variables. `for_evaluation` is the way back.
@@ -164,17 +159,13 @@ def _place_parts(
     workers: Workers, params: optax.Params, shared: Any, rest: Any
 ) -> tuple[Any, Any, Any]:
     """Parameters by their specs, what is whole on each device, and what is each worker's own."""
-    bare = boxes.opened(params)
-    shardings = workers.shardings(
-        (workers.param_specs(bare, specs_of(params)), jax.tree.map(lambda _: P(), shared))
-    )
-    check_same("place", (bare, shared), NamedSharding(workers.mesh, P()))
-    leaves, structure = jax.tree.flatten((params, shared))
-    placed = [
-        put(x, sharding) for x, sharding in zip(leaves, jax.tree.leaves(shardings), strict=True)
-    ]
-    params, shared = jax.tree.unflatten(structure, placed)
-    return params, shared, own_state(rest, workers)
+    bare, everywhere = boxes.opened(params), workers.shardings(P())
+    shardings = workers.shardings(workers.param_specs(bare, specs_of(params)))
+    check_same("place", (bare, shared), everywhere)
+    leaves, structure = jax.tree.flatten(params)
+    placed = [put(x, to) for x, to in zip(leaves, jax.tree.leaves(shardings), strict=True)]
+    shared = jax.tree.map(lambda x: put(x, everywhere), shared)
+    return jax.tree.unflatten(structure, placed), shared, own_state(rest, workers)
 
 
 def own_state(model_state: Any, workers: Workers) -> Any:
@@ -212,7 +203,7 @@ def own_state(model_state: Any, workers: Workers) -> Any:
                 f"model_state{jax.tree_util.keystr(path)}, of shape {jnp.shape(x)}, lies over the workers "
                 "already: place a model, or give its state to own_state, once"
             )
-    everywhere = NamedSharding(workers.mesh, P())
+    everywhere = workers.shardings(P())
     check_same("own_state", model_state, everywhere)
     placed = jax.tree.map(lambda x: put(x, everywhere), model_state)
     run = workers.map(own, (P(),), P(workers.axes), typed=False)
@@ -224,7 +215,7 @@ def abstract_state(
     params: optax.Params,
     workers: Workers,
     *,
-    specs: Any = None,
+    specs: Specs = None,
     model_state: Any = (),
     local: optax.GradientTransformation | None = None,
 ) -> StepState:
@@ -260,16 +251,13 @@ def abstract_state(
     opt_state, local_state = (
         one.jitted_init(params, param_specs).eval_shape(params) for one in both
     )
-    model_state = jax.tree.map(
-        lambda x: workers.shape(P(workers.axes), x, workers.count), model_state
-    )
-    step = workers.shape(P(), np.int32(0))
-    rng = workers.shape(P(), jax.eval_shape(jax.random.key, 0))
     return StepState(
-        step=step,
+        step=workers.shape(P(), np.int32(0)),
         params=params,
-        model_state=model_state,
+        model_state=jax.tree.map(
+            lambda x: workers.shape(P(workers.axes), x, workers.count), model_state
+        ),
         opt_state=opt_state,
-        rng=rng,
+        rng=workers.shape(P(), jax.eval_shape(jax.random.key, 0)),
         local_state=local_state,
     )

@@ -7,21 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from lioncub_jax.exchange.means import merge_over_workers
 from lioncub_jax.exchange.sync import SyncState
 from lioncub_jax.exchange.transform import CommunicateState, VoteCounts
+from lioncub_jax.mesh.boxes import find_nodes
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Static, Workers, check_alive
-from lioncub_jax.training.mapped import find_states
 from lioncub_jax.training.modules import is_module, update_module
 from lioncub_jax.training.step import StepState
 
-_TIES = "ties", "parameters"
-_PAIRS = "unlike", "pairs"  # of votes of one bit alone
 
-
-def metrics(state: Any) -> dict[str, jax.Array]:
+def metrics(state: optax.OptState) -> dict[str, jax.Array]:
     """Statistics of the last votes and syncs in a state, as a flat dict for any logger.
 
     Args:
@@ -34,7 +32,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       * ``votes/ties``: the share of parameters whose votes cancelled in the last step;
       * ``votes/agreement``: the probability that two workers, drawn at random, cast the same vote on a
         parameter in the last step: 0.5 where votes are coins, 1 where all are the same, for any number of
-        workers. Of votes of one bit alone; NaN where no two workers voted;
+        workers. Of votes of one bit only; NaN where no two workers voted;
       * ``votes/abstained``: workers that abstained from it;
       * ``votes/abstentions``: their sum over all steps;
       * ``sync/drift``: the distance of momenta at the last sync in full precision, the mean over the
@@ -54,9 +52,9 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     Source: Lion Cub (arXiv 2411.16462), cross-worker variance of the momentum.
     """
     check_alive("state", state)
-    votes = [s.votes for s in find_states(state, CommunicateState)]
-    syncs = [(s.syncs, s.drift) for s in find_states(state, SyncState)]
-    with jax.debug_nans(False):  # the agreement of nobody is no number
+    votes = [s.votes for s in find_nodes(state, CommunicateState)]
+    syncs = [(s.syncs, s.drift) for s in find_nodes(state, SyncState)]
+    with jax.debug_nans(False):  # the agreement of no votes is no number
         names, numbers = _numbers(votes, syncs)
     return dict(zip(names.value, numbers, strict=True))
 
@@ -66,13 +64,15 @@ def _numbers(voting: Sequence[VoteCounts], syncs: Sequence[Any]) -> tuple[Static
     """Names and numbers, in that order, which a dict loses here."""
     numbers: dict[str, jax.Array] = {}
     if voting:
-        ties, parameters = (jnp.stack([getattr(x, n) for x in voting]) for n in _TIES)
+        ties = jnp.stack([x.ties for x in voting])
+        parameters = jnp.stack([x.parameters for x in voting])
         numbers["votes/ties"] = ties.sum() / jnp.maximum(parameters.sum(), 1)
-        if counted := [x for x in voting if not isinstance(x.pairs, tuple)]:
-            unlike, pairs = (jnp.stack([getattr(x, n) for x in counted]).sum() for n in _PAIRS)
-            numbers["votes/agreement"] = 1 - unlike / jnp.where(pairs > 0, pairs, jnp.nan)
-        for name in ("abstained", "abstentions"):
-            numbers[f"votes/{name}"] = jnp.stack([getattr(x, name) for x in voting]).max()
+        if unlike := jax.tree.leaves([x.unlike for x in voting]):  # of votes of one bit only
+            pairs = jnp.stack(jax.tree.leaves([x.pairs for x in voting])).sum()
+            share = jnp.stack(unlike).sum() / jnp.where(pairs > 0, pairs, jnp.nan)
+            numbers["votes/agreement"] = 1 - share
+        numbers["votes/abstained"] = jnp.stack([x.abstained for x in voting]).max()
+        numbers["votes/abstentions"] = jnp.stack([x.abstentions for x in voting]).max()
     if syncs:
         numbers["sync/syncs"] = jnp.max(jnp.stack([count for count, _ in syncs]))
         leaves = jax.tree_util.tree_leaves_with_path([drift for _, drift in syncs])
@@ -111,7 +111,9 @@ class Meter:
         self._tokens, self._sent = tokens, sent_bytes
         self._last: tuple[int, float] | None = None
 
-    def __call__(self, step: int, state: Any, step_metrics: Any = ()) -> dict[str, float]:
+    def __call__(
+        self, step: int, state: optax.OptState, step_metrics: Any = ()
+    ) -> dict[str, float]:
         """The numbers of one step.
 
         Args:
@@ -153,7 +155,7 @@ def mean_model_state(state: Any) -> Any:
     """The model state of all workers as one, for evaluation: batch statistics averaged.
 
     Args:
-      state: a `StepState`, or a ``model_state`` alone, leaves ``[workers, ...]``.
+      state: a `StepState`, or only its ``model_state``, leaves ``[workers, ...]``.
 
     Returns:
       The model state without the leading axis, the same on all devices: floating and complex leaves

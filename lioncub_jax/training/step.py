@@ -27,7 +27,7 @@ from lioncub_jax.mesh.placement import (
     check_devices,
     check_real,
 )
-from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
+from lioncub_jax.mesh.specs import Specs, check_batch_spec, spec_of, stacked
 from lioncub_jax.training import kinds
 from lioncub_jax.training.kinds import Kind, Loss
 from lioncub_jax.training.loss import check_closure
@@ -95,7 +95,7 @@ class TrainStep:
           options: for XLA, as ``compiler_options`` of ``jax.jit``, such as those of `overlap_options`.
         """
 
-        def traced(state: StepState, batch: Any, specs: Any) -> Any:
+        def traced(state: StepState, batch: Any, specs: Specs) -> Any:
             self.traces += 1
             return self._step(state, batch, jax.tree.unflatten(*specs))
 
@@ -113,8 +113,8 @@ class TrainStep:
         """
         self._check(state, batch)
         if self._batches.shared:
-            each = kinds.classify_batch(batch, self._in_kinds)
-            self._batches.check(batch, [kind is Kind.SPLIT for kind, _ in each])
+            leaves = kinds.classify_batch(batch, self._in_kinds)
+            self._batches.check([(x.name, x.array, x.kind is Kind.SPLIT) for x in leaves])
         arguments = self._arguments(state, batch)
         if not self._in_flight and self._batches.shared:
             traced = together("the step was not traced", partial(self._jitted.lower, *arguments))
@@ -152,18 +152,15 @@ class TrainStep:
 
     def _arguments(self, state: StepState, batch: Any) -> tuple[StepState, Any, Any]:
         """The state, the batch on the mesh, and specs of parameters: a step is compiled for them."""
-        leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
         placed, rows = [], []
-        for (path, x), (kind, entry) in zip(
-            leaves, kinds.classify_batch(batch, self._in_kinds), strict=True
-        ):
-            count, name = None, f"batch{jax.tree_util.keystr(path)}"
+        for name, x, kind, entry in kinds.classify_batch(batch, self._in_kinds):
+            count = None
             if kind is Kind.SPLIT:
                 count = self._batches.rows_of_all(name, x)
                 rows.append((name, count, entry))
             placed.append(self._batches.place(x, count))
         kinds.check_rows(rows)
-        batch = jax.tree.unflatten(structure, placed)
+        batch = jax.tree.unflatten(jax.tree.structure(batch), placed)
         params, tree = jax.tree.flatten(state.params)
         return state, batch, (tree, tuple(map(spec_of, params)))
 
@@ -183,7 +180,7 @@ def make_train_step(
 
     Each worker takes the gradient of its part of the batch, ``tx`` turns the local gradients into one
     agreed update, and every worker applies it. A worker whose loss is not finite abstains and
-    keeps its model state (under `global_gradients` nobody can: a mean takes in everything). Inside a
+    keeps its model state (under `global_gradients` none can: a mean takes in everything). Inside a
     worker the compiler shards the model over the inner axes, as the parameters lie.
 
     With ``local`` each worker first takes ``local_steps`` steps of its own from the common parameters, and
@@ -199,7 +196,7 @@ def make_train_step(
         such as ``optax.contrib.reduce_on_plateau``, get that of the metrics: the mean over the workers and
         over the parts of ``accumulate``, not finite if that of one worker is not. A transform that takes
         ``diverged`` gets this worker's flag, ``bool[]``: its loss is not finite, and it should abstain.
-      workers: a `Workers`, whose mesh has axes Auto or Explicit.
+      workers: a `Workers`, on a mesh with Auto or Explicit axes.
       batch_spec: how the batch is cut, such as ``P(("data", "fsdp"))``; by default over the workers (and
         the group) only. The workers' axes come first in its first entry.
       in_kinds: what the leaves of a batch are to the workers, a tree like it or of its parts: by default
@@ -269,10 +266,10 @@ def make_train_step(
     def worker(
         leaf_kinds: list[Kind],
         params: optax.Params,
-        states: Any,
+        states: optax.OptState,
         batch: Any,
         rng: jax.Array,
-        count: Any,
+        count: jax.Array,
     ) -> Any:
         rows, join = kinds.split_batch(batch, leaf_kinds, workers)
         gradient = make_gradient(loss_fn, accumulate, join)
@@ -294,7 +291,7 @@ def make_train_step(
         local_specs = () if local is None else local_states.layout(state.params, param_specs).specs
         check_layout(state.local_state, local_specs, workers, name="local_state")
         states, state_specs = (state.model_state, state.local_state), (one_each, local_specs)
-        leaf_kinds = [kind for kind, _ in kinds.classify_batch(batch, in_kinds)]
+        leaf_kinds = [leaf.kind for leaf in kinds.classify_batch(batch, in_kinds)]
         leaf_specs = [batch_spec if kind is Kind.SPLIT else P() for kind in leaf_kinds]
         batch_specs = jax.tree.unflatten(jax.tree.structure(batch), leaf_specs)
         in_specs = param_specs, state_specs, batch_specs, P(), P()

@@ -19,7 +19,7 @@ from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Static, Workers
 from lioncub_jax.training import loss as losses
 from lioncub_jax.training.holders import exchanging_part
-from lioncub_jax.training.kinds import Kind, Loss
+from lioncub_jax.training.kinds import Kind, Loss, Rows
 
 _NO_NUMBER = (
     "the loss returns {}, {}: what it returns beside the loss is averaged, added or stacked over the "
@@ -29,7 +29,7 @@ _PLAIN = "give a plain optax transform, such as optax.adamw(1e-3)"
 
 
 def make_gradient(
-    loss_fn: Loss, accumulate: int, batch_of: Callable[[Any], Any]
+    loss_fn: Loss, accumulate: int, batch_of: Callable[[Rows], Any]
 ) -> Callable[..., Any]:
     """``(params, states, rows, rng) -> (grads, states, (loss, aux))`` of one worker.
 
@@ -37,7 +37,7 @@ def make_gradient(
     gradients are averaged; ``batch_of`` makes of rows what the loss takes.
     """
 
-    def loss_of(params: optax.Params, states: Any, rows: Any, rng: jax.Array) -> Any:
+    def loss_of(params: optax.Params, states: optax.OptState, rows: Rows, rng: jax.Array) -> Any:
         batch = batch_of(rows)
         model_state, local_state = states
         if type(model_state) is tuple and not model_state:  # there is none
@@ -51,12 +51,14 @@ def make_gradient(
 
     value_and_grad = losses.in_worker(jax.value_and_grad(loss_of, has_aux=True))
 
-    def whole(params: optax.Params, states: Any, rows: Any, rng: jax.Array) -> Any:
+    def whole(params: optax.Params, states: optax.OptState, rows: Rows, rng: jax.Array) -> Any:
         (loss, (aux, states)), grads = value_and_grad(params, states, rows, rng)
         return grads, states, (loss, aux)
 
-    def accumulated(params: optax.Params, states: Any, rows: Any, rng: jax.Array) -> Any:
-        def add(carry: Any, rows: Any, rng: jax.Array) -> Any:
+    def accumulated(
+        params: optax.Params, states: optax.OptState, rows: Rows, rng: jax.Array
+    ) -> Any:
+        def add(carry: Any, rows: Rows, rng: jax.Array) -> Any:
             grads, states, metrics = whole(params, carry[1], rows, rng)
             total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), carry[0], grads)
             return (total, states), metrics
@@ -76,13 +78,13 @@ def make_difference(
     """`make_gradient` with ``params - params after local steps`` in place of the gradient."""
     optimizer = optax.with_extra_args_support(local)
 
-    def one(carry: Any, rows: Any, rng: jax.Array) -> Any:
+    def one(carry: Any, rows: Rows, rng: jax.Array) -> Any:
         params, states = carry
         grads, (model_state, state), metrics = gradient(params, states, rows, rng)
         updates, state = optimizer.update(grads, state, params, value=metrics[0])
         return (optax.apply_updates(params, updates), (model_state, state)), metrics
 
-    def difference(params: optax.Params, states: Any, rows: Any, rng: jax.Array) -> Any:
+    def difference(params: optax.Params, states: optax.OptState, rows: Rows, rng: jax.Array) -> Any:
         # XLA copies what a loop carries at each turn: parameters and states, so two steps make one turn.
         carry = params, states
         (after, states), metrics = _in_parts(one, carry, rows, rng, local_steps, unroll=2)

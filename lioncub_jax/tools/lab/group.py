@@ -47,7 +47,7 @@ class Output:
 
     Args:
       write: takes a line.
-      failed: called where `write` has raised; what comes later is thrown away.
+      failed: called where `write` has raised; what comes later is dropped.
     """
 
     def __init__(self, write: Callable[[str], object], failed: Callable[[], object]):
@@ -77,7 +77,7 @@ class Output:
             self._say_missing(source)
             self.line(source + text)
 
-    def hurry(self, *_: object) -> None:
+    def hurry(self) -> None:
         """Bounds all waits for the reader from now on; may be called by a handler of signals."""
         with self._changed:
             self._hurried = True
@@ -104,7 +104,12 @@ class Output:
             self.line(f"{source}({lines} lines are missing: nobody took them for {PATIENCE:g} s)")
 
     def _run(self) -> None:
-        while (text := self._next()) is not None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines)
+                text = self._lines.popleft()
+            if text is None:
+                return
             try:
                 if not self.error:
                     self._write(text)
@@ -114,11 +119,6 @@ class Output:
             with self._changed:
                 self._size -= len(text) + 1
                 self._changed.notify_all()
-
-    def _next(self) -> str | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._lines)
-            return self._lines.popleft()
 
 
 class Group:

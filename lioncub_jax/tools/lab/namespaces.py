@@ -122,7 +122,7 @@ def here() -> Spaces:
     network, names = (
         os.open(f"/proc/thread-self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts")
     )
-    os.set_inheritable(network, True)  # for `ip`, whose arguments name it
+    os.set_inheritable(network, True)  # for `ip`, its arguments name it
     return network, names
 
 

@@ -2,8 +2,8 @@
 
 A collective without one of its workers never ends. So when one dies the others are ended at once, and all
 start again: the command goes on from its newest state. That takes seconds: no process waits for a
-heartbeat, and compiled programs are kept. A place whose worker dies again and again is left out, down to
-a least number of workers; SIGUSR1 gives all places another chance. When this process is killed,
+heartbeat, and compiled programs are kept. A place with a worker that dies again and again is left out,
+down to a least number of workers; SIGUSR1 gives all places another chance. When this process is killed,
 `lioncub_jax.tools.run.watcher` ends the workers.
 
 This module and its function `keep` share a name: ``lioncub_jax.tools.run.keep`` is the function.

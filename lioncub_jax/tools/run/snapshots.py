@@ -31,7 +31,7 @@ from lioncub_jax.exchange.arguments import check_count, check_number
 from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.hosts import gathered_json, together
-from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.placement import Workers, check_alive
 from lioncub_jax.mesh.specs import product
 from lioncub_jax.tools.run import private_files
 from lioncub_jax.tools.run import snapshot_files as files
@@ -54,7 +54,7 @@ class Snapshots:
     other workers' momentum, and without feedback.
 
     A process writes all that its devices hold, and keeps three snapshots, and as many again that earlier
-    starts left until it has its own three. A folder belongs to one run, whose name is kept in the folder of
+    starts left until it has its own three. A folder belongs to one run; its name is kept in the folder of
     the checkpoints: where that was emptied or replaced meanwhile, the snapshots are another run's.
 
     Args:
@@ -134,7 +134,7 @@ class Snapshots:
           data: as `Checkpoints.save`.
         """
         self.wait()
-        states.check_not_donated("snapshots(state)", state)
+        check_alive("snapshots(state): state", state)
         state, workers = states.on_workers("snapshots(state)", state, self._checkpoints.workers)
         step = states.step_of(state, None)
         layout, arrays = layout_of(state, workers), arrays_of(state)
@@ -269,7 +269,7 @@ def _old(names: list[Name], written: Name) -> list[Name]:
 def _buddy_copies(
     arrays: dict[str, jax.Array], layout: Layout, workers: Workers
 ) -> dict[Tile, np.ndarray]:
-    """Copies the slices of the workers whose buddies this process has, in bfloat16."""
+    """Copies the slices of the workers that this process keeps copies of, in bfloat16."""
     sent, shifts = {}, {}
     for array in layout:
         if array.info.holder is Holder.OWNER:
