@@ -19,7 +19,7 @@ import jax
 import report
 
 import lioncub_jax as lc
-from goal import answer, curves
+from goal import answer, curves, published
 from goal.contenders import CODED, CONTENDERS, FULL, OURS, WARMUP, Hyper, contender_named
 from goal.evidence import TARGET, TARGETS
 from goal.lab import NOTHING, TORCH, UNSHAPED, WORKERS
@@ -35,6 +35,7 @@ Found = dict[str, Any]  # what the packaged file holds
 PAGES = {
     "README.md": ("answer",),
     "docs/how_to/planner.md": (),
+    "docs/explain/planner.md": ("published",),
     "docs/how_to/choose.md": ("what to use",),
     "docs/reports/learnt.md": ("learnt",),
     "docs/reports/convergence.md": (
@@ -187,6 +188,7 @@ def rewritten(packaged: Found, tables: Mapping[str, str]) -> dict[Path, str]:
     made: dict[str, Callable[[], str]] = {
         "answer": answer.answer_text,
         "what to use": answer.what_to_use_text,
+        "published": published.table,
         "seconds": lambda: seconds(packaged),
         "time to loss": lambda: speedups(packaged),
     }

@@ -86,13 +86,15 @@ class Link:
           >>> Link(1e9, kind="exact").shares()
           (1.0, 1.0)
         """
-        rows = [row for row in published_shares() if row["kind"] == self.kind]
-        limits = sorted({row["up_to"] or math.inf for row in rows})
-        if not limits:
-            return 1.0, 1.0
-        limit = limits[min(bisect.bisect_left(limits, self.bandwidth), len(limits) - 1)]
-        known = [row["share"] for row in rows if (row["up_to"] or math.inf) == limit]
+        known = [row["share"] for row in self.known_shares()] or [1.0]
         return min(known), max(known)
+
+    def known_shares(self) -> list[dict[str, Any]]:
+        """Rows of `published_shares` of such links; none for an exact one."""
+        rows = [row for row in published_shares() if row["kind"] == self.kind]
+        limits = [row["up_to"] or math.inf for row in rows]
+        limit = min((limit for limit in limits if limit >= self.bandwidth), default=math.inf)
+        return [row for row, its in zip(rows, limits, strict=True) if its == limit]
 
 
 class Measured(NamedTuple):

@@ -1,0 +1,107 @@
+"""Times of steps that others published, beside what the planner calculates for them.
+
+The shares of links in the plan come from other sources than these times, but who chose them knew the times.
+So each source is also predicted blindly: with the mean share of all *other* sources for such a link, of
+these times and of `shares.json`, and with nothing that was assumed.
+"""
+
+import math
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import report
+from report import Rows
+
+from lioncub_jax.tools import plan as planner
+from lioncub_jax.tools.plan.model import Estimate, published_shares
+
+ROWS = Path(__file__).parents[1] / "results" / "published_times.jsonl"
+ASSUMED = "assumed"
+
+
+class Errors(NamedTuple):
+    """Errors of predictions, as factors above 1.
+
+    Attributes:
+      median: of all times that count.
+      most: of them.
+    """
+
+    median: float
+    most: float
+
+
+def rows() -> Rows:
+    """Every published time."""
+    return report.read(ROWS)
+
+
+def estimate(row: dict[str, Any]) -> tuple[Estimate, planner.Link]:
+    """The exchange of a row, and the link of its workers."""
+    link = planner.Link(row["rate"], kind=row["kind"])
+    scheme = planner.FLOAT32._replace(mean=row["bits"])
+    return planner.step_time(scheme, row["parameters"], planner.Cluster(row["workers"], link)), link
+
+
+def predicted(row: dict[str, Any], share: float | None = None) -> float:
+    """Seconds of a step, by the middle of what the planner takes; or by a share of the rate."""
+    exchange, link = estimate(row)
+    middle = math.prod(link.shares()) ** 0.5
+    return exchange.step(row["compute"], share or middle, row["overlaps"] / 2)
+
+
+def by_nominal(row: dict[str, Any]) -> float:
+    """Seconds of a step on a link that reaches its rate, whose mean does not overlap."""
+    return predicted({**row, "rate": row["nominal"] or row["rate"], "overlaps": False}, 1.0)
+
+
+def blindly(row: dict[str, Any]) -> float:
+    """Seconds of a step by the shares of all other sources."""
+    return predicted(row, statistics.geometric_mean(shares_of_others(row)))
+
+
+def shares_of_others(row: dict[str, Any]) -> list[float]:
+    """A share for each other source of such links: what its means without overlap imply, or its own."""
+    known = defaultdict(list)
+    _, link = estimate(row)
+    for share in published_shares():
+        if share in link.known_shares() and source_of(share) != ASSUMED:
+            known[source_of(share)].append(share["share"])
+    for other in rows():
+        exchange, its = estimate(other)
+        if other["counted"] and not other["overlaps"] and its.known_shares() == link.known_shares():
+            takes = other["seconds"] - other["compute"] - exchange.fixed
+            known[source_of(other)].append(min(exchange.link_bits / its.bandwidth / takes, 1.0))
+    return [
+        statistics.geometric_mean(some)
+        for source, some in known.items()
+        if source != source_of(row)
+    ]
+
+
+def source_of(row: dict[str, Any]) -> str:
+    return row["source"].split(": ")[0]
+
+
+def errors(predict: Any) -> Errors:
+    """How far predictions are from what was published."""
+    ratios = [predict(row) / row["seconds"] for row in rows() if row["counted"]]
+    each = [max(ratio, 1 / ratio) for ratio in ratios]
+    return Errors(statistics.median(each), max(each))
+
+
+def table() -> str:
+    """A line for each row, and the errors."""
+    ways = predicted, blindly, by_nominal
+    lines = []
+    for row in rows():
+        seconds = row["seconds"], *(predict(row) for predict in ways)
+        name = row["setting"] + " (not counted)" * (not row["counted"])
+        lines.append([name, *(f"{1e3 * x:,.0f} ms" for x in seconds)])
+    found = [errors(predict) for predict in ways]
+    lines.append(["median error", "", *(f"{one.median:.2f} times" for one in found)])
+    lines.append(["largest error", "", *(f"{one.most:.2f} times" for one in found)])
+    head = ["setting", "published", "predicted", "blindly", "by the nominal rate"]
+    return report.markdown(head, lines)
