@@ -16,6 +16,7 @@ from oracle import coding
 from oracle import lion as reference
 from oracle import one_bit_adam as reference_adam
 from oracle import powersgd as reference_power
+from oracle import sync as reference_sync
 from oracle.lion import Simulator
 
 import lioncub_jax as lc
@@ -98,6 +99,7 @@ class Contender(NamedTuple):
       stages: the first step of each kind of step, and its name.
       votes: whether workers vote, each with a momentum of its own.
       accumulate: micro-steps whose mean gradient makes one exchange.
+      syncs_every: steps from one sync of the momenta to the next; 0 for none.
     """
 
     code: str
@@ -111,6 +113,7 @@ class Contender(NamedTuple):
     stages: tuple[tuple[int, str], ...] = ((0, ""),)
     votes: bool = False
     accumulate: int = 1
+    syncs_every: int = 0
 
 
 def lion(h: Hyper) -> optax.GradientTransformation:
@@ -300,6 +303,55 @@ LONG: dict[str, Contender] = {
 }  # fmt: skip
 
 
+def voted(
+    code: str,
+    codes: Any = None,
+    decide: Any = None,
+    schedule: Any = None,
+    every: int = 0,
+    **parts: Any,
+) -> Contender:
+    """Votes that differ from `lion_cub`'s in one part, for the oracle and for the library."""
+
+    def simulated(h: Hyper) -> Simulator:
+        votes = reference.local_momentum(h.b1, h.b2, codes=codes, decide=decide)
+        coded = 0 if schedule is None or schedule.code is None else 1
+        return reference_sync.synced(votes, schedule.due, coded=coded) if schedule else votes
+
+    def made(h: Hyper, workers: Any) -> optax.GradientTransformation:
+        votes = lc.scale_by_lion_cub(h.b1, h.b2, workers=workers, **parts)
+        return lc.sync.sync_momentum(votes, schedule, workers=workers) if schedule else votes
+
+    one = voting(code, "ours", LION, simulated, made)
+    return one._replace(votes=True, syncs_every=every)
+
+
+# The reason why votes are behind float32 Lion, at Lion's choice of rate, betas and decay.
+REASONS: dict[str, Contender] = {
+    "vote-alike": voted("lion_cub(...)"),
+    "vote-2": voted(
+        "lion_cub(..., quantizer=midrise(2))", coding.midrise(2), quantizer=lc.quantize.midrise(2)
+    ),
+    "vote-sync-64": voted(
+        "lion_cub(..., sync=every(64))", schedule=lc.sync.every(64), every=64
+    ),
+    "vote-tie-0": voted(
+        "scale_by_lion_cub(..., decision=ternary())", decide=reference.ternary_sum,
+        decision=lc.decide.ternary(),
+    ),
+    "vote-sync-coded": voted(
+        "lion_cub(..., sync=coded())", schedule=lc.sync.coded(), every=3
+    ),
+    "vote-4": voted(
+        "lion_cub(..., quantizer=midrise(4))", coding.midrise(4), quantizer=lc.quantize.midrise(4)
+    ),
+    "vote-mean": voted(
+        "distributed_lion(..., average=True)", decide=reference.average,
+        decision=lc.decide.average(),
+    ),
+}  # fmt: skip
+
+
 def timed(name: str, stage: str, workers: Any) -> Recipe:
     """A recipe whose every step is of that stage."""
     h, rate = Hyper(1e-4, 0.9, 0.99, DECAYS[0]), lambda count: 1e-4
@@ -311,7 +363,7 @@ def timed(name: str, stage: str, workers: Any) -> Recipe:
 
 def contender_named(name: str) -> Contender:
     """Raises ``ValueError`` with the known ones for any other name."""
-    known = CONTENDERS | LONG
+    known = CONTENDERS | LONG | REASONS
     if name not in known:
         raise ValueError(f"{name!r} does not run; those who do: {', '.join(known)}")
     return known[name]

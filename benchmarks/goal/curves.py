@@ -164,7 +164,8 @@ def program(contender: Contender, run: Run) -> Program:
         grads = jax.vmap(jax.grad(nats), in_axes=(None, 0))(state.params, fresh)
         about = noise(grads, run.tokens)
         if contender.votes:
-            about["agreement"] = agreement(blend(hyper.b1, grads, state.opt_state.mu))
+            own = blend(hyper.b1, grads, state.opt_state.mu)
+            about |= {"agreement": agreement(own), **opinions(own)}
         bits = {"loss": nats(state.params, windows), "train": losses.mean()}
         return state, about | {name: x / math.log(2) for name, x in bits.items()}
 
@@ -190,6 +191,22 @@ def agreement(own: Any) -> jax.Array:
         pairs += jnp.sum(number * (number - 1))
         agreeing += jnp.sum(jnp.sum(signs, axis=0) ** 2 - number)
     return 0.5 + 0.5 * agreeing / jnp.maximum(pairs, 1)
+
+
+def opinions(own: Any) -> dict[str, jax.Array]:
+    """Compares averaging and majority of what workers would send in full precision, leaves ``[W, ...]``.
+
+    Returns:
+      "agree": the share of elements where the sign of the mean is the majority of the signs, a tie being
+      half. "tie": the share of ties. "size": the mean magnitude of the mean of the signs.
+    """
+    x = jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(own)], axis=1)
+    mean, votes = jnp.sign(x.mean(axis=0)), jnp.sign(x).mean(axis=0)
+    return {
+        "agree": 0.5 + 0.5 * jnp.mean(mean * jnp.sign(votes)),
+        "tie": jnp.mean(votes == 0),
+        "size": jnp.mean(jnp.abs(votes)),
+    }
 
 
 class Runner:

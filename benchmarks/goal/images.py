@@ -22,7 +22,7 @@ from oracle.lion import Simulator, blend
 from sklearn.datasets import load_digits
 
 from goal.contenders import Hyper
-from goal.curves import numbers
+from goal.curves import numbers, opinions
 
 BATCH = 8  # images of a worker in a step
 POINTS = 8  # of a run
@@ -282,19 +282,8 @@ def steps_of(run: Run, images: Images) -> int:
 
 
 def agreement(own: dict[str, Any]) -> dict[str, dict[str, jax.Array]]:
-    """By layer, of what workers would send in full precision, leaves ``[W, ...]``.
-
-    Returns:
-      "agree": the share of elements where the sign of the mean is the majority of the signs, a tie being
-      half. "tie": the share of ties. "size": the mean magnitude of the mean of the signs.
-    """
-    shares: dict[str, dict[str, jax.Array]] = {"agree": {}, "tie": {}, "size": {}}
-    for name, layer in own.items():
-        x = jnp.concatenate(
-            [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(layer)], axis=1
-        )
-        mean, votes = jnp.sign(x.mean(axis=0)), jnp.sign(x).mean(axis=0)
-        shares["agree"][name] = 0.5 + 0.5 * jnp.mean(mean * jnp.sign(votes))
-        shares["tie"][name] = jnp.mean(votes == 0)
-        shares["size"][name] = jnp.mean(jnp.abs(votes))
-    return shares
+    """The numbers of `opinions`, by layer."""
+    each = {name: opinions(layer) for name, layer in own.items()}
+    return {
+        what: {name: one[what] for name, one in each.items()} for what in ("agree", "tie", "size")
+    }

@@ -14,7 +14,7 @@ import report
 from report import Rows
 
 from goal import tuning
-from goal.contenders import DECAYS, OUTERS, Hyper, contender_named
+from goal.contenders import DECAYS, OUTERS, REASONS, Hyper, contender_named
 from goal.curves import Run, Runner, hyper_of, key_of
 from goal.model import STEPS, WIDTH
 from goal.settings import last
@@ -34,6 +34,7 @@ LIKE = {
 }  # fmt: skip
 POWERSGD = "powersgd-4", "powersgd-8", "powersgd-16"
 LOCAL = "local-8-coded", *OUTERS
+FACTORS = {"vote-mean": (2.0, 4.0)}  # of the rate of one whose updates are smaller than 1
 
 
 class Job(NamedTuple):
@@ -47,6 +48,7 @@ class Job(NamedTuple):
       width: of the model.
       factors: of the rate that was best in 1,024 steps, tried on seed 0; empty for the four tuning runs.
       seeds: of the best choice.
+      like: whose best choice in 1,024 steps it takes, where not its own; the decay stays as strong.
     """
 
     part: str
@@ -56,6 +58,7 @@ class Job(NamedTuple):
     width: int = WIDTH
     factors: tuple[float, ...] = ()
     seeds: int = SEEDS
+    like: str = ""
 
 
 def jobs_of(part: str) -> list[Job]:
@@ -77,6 +80,9 @@ def _ladder() -> list[Job]:
 
 PARTS: dict[str, Callable[[], list[Job]]] = {
     "1024": lambda: [Job("1024", name, 1024) for name in METHODS],
+    "reason": lambda: [
+        Job("reason", name, 1024, factors=FACTORS.get(name, (1.0,)), like="lion") for name in REASONS
+    ],
     "tokens": lambda: [
         Job("tokens", name, 512, tokens=2048, factors=(1.0, 1.41))
         for name in ("adamw", "vote", "owner-adamw", "owner-lion", "best-powersgd")
@@ -120,8 +126,13 @@ class Study:
 
         name = job.contender
         if job.factors:
-            best = best_of(rows, name)
-            tried = [best._replace(rate=tuning.rounded(best.rate * f)) for f in job.factors]
+            best = best_of(rows, job.like or name)
+            tried = [
+                best._replace(
+                    rate=tuning.rounded(best.rate * f), decay=best.decay / (f if job.like else 1)
+                )
+                for f in job.factors
+            ]
             losses = {hyper: last(ran("curve", name, hyper, 0)) for hyper in tried}
             hyper = min(losses, key=losses.__getitem__)
         else:

@@ -38,7 +38,7 @@ PAGES = {
     "docs/how_to/choose.md": ("what to use",),
     "docs/reports/learnt.md": ("learnt",),
     "docs/reports/convergence.md": (
-        "lengths", "tokens to a loss", "sizes", "tuning", "not run", "batches",
+        "lengths", "reason", "tokens to a loss", "sizes", "tuning", "not run", "batches",
     ),
     "docs/reports/benchmarks.md": ("seconds", "time to loss"),
 }  # fmt: skip
@@ -213,6 +213,8 @@ def bits(name: str, workers: int) -> float:
     """That a worker sends for a parameter of this model, in the mean of its steps."""
     one, stages = contender_named(name), sent(name, workers)
     whole = WARM * stages[0] + (1 - WARM) * stages[-1] if len(one.stages) > 1 else stages[-1]
+    if one.syncs_every:
+        whole += (stages[0] - whole) / one.syncs_every
     return 8 * whole / parameters_in(curves.shapes()) / one.local_steps / one.accumulate
 
 

@@ -6,12 +6,14 @@ tokens, where it comes to the loss of AdamW. Differences are those of `paired`.
 """
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 import report
 from report import Rows
 
 from goal import lengths, pages
+from goal.contenders import REASONS
 from goal.curves import hyper_of, shapes
 from goal.lengths import TOKENS, WORKERS
 from goal.model import STEPS, WIDTH
@@ -64,12 +66,13 @@ class Study:
             "tokens to a loss": self.tokens_to_a_loss(),
             "tuning": self.tuning(),
             "sizes": self.sizes(),
+            "reason": self.reason(),
             "not run": self.not_run(),
         }
 
     def names(self) -> list[str]:
         """The methods of all lengths, the least loss after 1,024 steps first."""
-        known = {name for key in COLUMNS for name in self.cell(key).rows}
+        known = {name for key in COLUMNS for name in self.cell(key).rows} - set(REASONS)
 
         def place(name: str) -> tuple[float, ...]:
             return tuple(
@@ -145,6 +148,28 @@ class Study:
                 code = f"`{pages.code_of(name)}`"
                 lines.append([code, seeds, f"{rate:.2g}", f"{decay:.2g}", f"{h.b1:g}, {h.b2:g}"])
         return report.markdown(head, lines)
+
+    def reason(self) -> str:
+        """Votes with one part changed, less float32 Lion, whose rate, betas and decay they have."""
+        cell = self.cell(NOISY)
+        lines = [
+            [
+                f"`{pages.code_of(name)}`",
+                f"{pages.bits(name, WORKERS):.2f}",
+                f"{difference.text()}{', alike' * difference.within_error}",
+                *(f"{mean_of(cell.rows[name], what):.2f}" for what in ("tie", "agree")),
+            ]
+            for name in REASONS
+            if (difference := cell.behind(name, "lion"))
+        ]
+        head = [
+            "method",
+            "bits",
+            "loss less that of Lion",
+            "ties",
+            "votes that agree with the mean",
+        ]
+        return report.markdown(head, lines) if lines else "Not measured yet.\n"
 
     def sizes(self) -> str:
         """Losses of each width less those of AdamW, and best rates over its own."""
@@ -279,10 +304,15 @@ EXCHANGES = {
     "local-8-coded": "8 local steps",
 }  # fmt: skip
 PARTS = {
-    "1024": "1,024 steps", "tokens": "512 steps of 2,048 tokens", "4096": "4,096 steps",
-    "ladder": "sizes", "256": "256 steps",
+    "1024": "1,024 steps", "reason": "why votes are behind Lion",
+    "tokens": "512 steps of 2,048 tokens", "4096": "4,096 steps", "ladder": "sizes", "256": "256 steps",
 }  # fmt: skip
 OCTAVE = 12**-0.5  # error of a best rate that is known to an octave, as a logarithm to base 2
+
+
+def mean_of(rows: Rows, what: str) -> float:
+    """The mean of a share over seeds and points."""
+    return statistics.fmean(x for row in rows for x in row[what])
 
 
 def rate_over(cell: Cell, name: str) -> float | None:
