@@ -1,43 +1,41 @@
-"""Losses of a run whose workers, links and disks fail, at random moments, on real processes.
+"""Losses of a run whose workers are killed, at random moments, on real processes.
 
     python benchmarks/faults.py [--kind worker]    # rows that are in the file are not run again
 
 Three workers, processes that talk by Gloo, train a small GPT by `owner_lion` under ``lioncub run``, with a
 snapshot in memory every 5 steps and a save every 20. A run is harmed once, after a step that is drawn and a
 part of the next, which falls into computing or a collective as their lengths have it; or in a save, a part
-of its time after it began. Workers are killed (SIGKILL), or one is stopped (SIGSTOP, SIGCONT). Rows of
-links and disks are of commit 08b0ba2, which has their program.
+of its time after it began. Workers are killed (SIGKILL). Rows of links and disks are of commit 08b0ba2, and
+those of stopped workers of ff2cb28, which have their programs.
 
-Counted are the seconds to the next step, from the end of the fault or the last step after it, the steps
-that are done again, the loss of the last step beside that of an unbroken run with the same seed, and what
-is left: processes, temporary files, halves of checkpoints. The table of docs/reports/faults.md is
-written anew.
+Counted are the seconds to the next step, from the death on, the steps that are done again, the loss of the
+last step beside that of an unbroken run with the same seed, and what is left: processes, temporary files,
+halves of checkpoints. The table of docs/reports/faults.md is written anew.
 """
 
-import contextlib
 import os
 import random
 import signal
 import sys
 import tempfile
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from threading import Timer
 from typing import Any, NamedTuple
 
 import report
 from harm.followed import Followed
+from harm.worker import EVERY, SNAPSHOTS, STEPS
 from report import Rows
 
 ROOT = Path(__file__).parents[1]
 ROWS = Path(__file__).parent / "results" / "faults.jsonl"
 DOCUMENT = ROOT / "docs" / "reports" / "faults.md"
-WORKERS, STEPS, EVERY, SNAPSHOTS = 3, 120, 20, 5
+WORKERS = 3
 SAVE_SECONDS = 0.5  # of which a part goes by until a save is harmed
 ALL = (0, 1, 2)
-BEFORE = "08b0ba2"  # the commit of faults that are run no more
 
 
 class Fault(NamedTuple):
@@ -45,35 +43,33 @@ class Fault(NamedTuple):
 
     Attributes:
       says: for people.
-      does: "kill" or "stop"; "" for nothing.
       runs: how many.
-      places: how many workers, of those that may be: drawn.
+      places: how many workers are killed, of those that may be: drawn.
       among: the workers.
-      lasts: seconds.
       saving: whether it comes in a save.
     """
 
     says: str
-    does: str
     runs: int
     places: int = 0
     among: tuple[int, ...] = ALL
-    lasts: float = 0.0
     saving: bool = False
 
 
 FAULTS = {
-    "unbroken": Fault("nothing", "", 1),
-    "worker": Fault("kill -9 of a worker", "kill", 20, 1, (1, 2)),
-    "coordinator": Fault("kill -9 of process 0", "kill", 10, 1, (0,)),
-    "two": Fault("kill -9 of two at once", "kill", 10, 2),
-    "saving": Fault("kill -9 of one in a save", "kill", 10, 1, saving=True),
-    "stopped 5 s": Fault("one stopped for 5 s", "stop", 5, 1, lasts=5.0),
-    "stopped 30 s": Fault("one stopped for 30 s", "stop", 3, 1, lasts=30.0),
-    "link 5 s": Fault("one link down for 5 s", BEFORE, 0),
-    "link 30 s": Fault("one link down for 30 s", BEFORE, 0),
-    "disk full": Fault("disk full in a save", BEFORE, 0),
-    "disk errs": Fault("disk read-only for 1 s in a save", BEFORE, 0),
+    "unbroken": Fault("nothing", 1),
+    "worker": Fault("kill -9 of a worker", 20, 1, (1, 2)),
+    "coordinator": Fault("kill -9 of process 0", 10, 1, (0,)),
+    "two": Fault("kill -9 of two at once", 10, 2),
+    "saving": Fault("kill -9 of one in a save", 10, 1, saving=True),
+}
+TITLES = {name: fault.says for name, fault in FAULTS.items()} | {
+    "stopped 5 s": "one stopped for 5 s",
+    "stopped 30 s": "one stopped for 30 s",
+    "link 5 s": "one link down for 5 s",
+    "link 30 s": "one link down for 30 s",
+    "disk full": "disk full in a save",
+    "disk errs": "disk read-only for 1 s in a save",
 }
 
 
@@ -81,88 +77,69 @@ def main(argv: list[str] | None = None) -> None:
     parser = report.rows_parser(__doc__, ROWS)
     parser.add_argument("--kind", nargs="*", choices=list(FAULTS), default=list(FAULTS))
     args = parser.parse_args(argv)
-    rows = read(args.save)
+    rows = report.read(args.save)
     done = {(row["kind"], row["run"]) for row in rows}
     wanted = [(kind, n) for kind in args.kind for n in range(FAULTS[kind].runs)]
-    wanted = [run for run in wanted if run not in done]
     for run in wanted:
-        rows.append(harmed(*run) | report.provenance())
-        report.append(args.save, rows[-1:])
+        if run not in done:
+            rows.append(harmed(*run) | report.provenance())
+            report.append(args.save, rows[-1:])
     print(report.markdown(HEAD, lines_of(rows)))
     DOCUMENT.write_text(documented(DOCUMENT.read_text(), rows))
 
 
-def read(path: Path) -> Rows:
-    """The rows of a file, or none if there is no file."""
-    return report.read(path, lambda row: (row["kind"], row["run"]))
-
-
 class Harm:
-    """One fault of one run, drawn: it waits for its moment and then happens, in a thread of its own.
+    """One fault of one run, drawn: it waits for its moment and then happens.
 
     Attributes:
       at: the step after which, or whose save.
       part: of the next step, or of a save.
       places: the workers.
-      began, ended: seconds since the epoch, once it is done.
+      when: seconds since the epoch, once it is done; 0 before.
       during: "step" or "save", of which the checkpoint was not whole at that moment.
     """
 
-    def __init__(self, kind: str, number: int, run: Followed, pool: ThreadPoolExecutor):
-        self.fault, drawn = FAULTS[kind], random.Random(f"{kind} {number}")
+    def __init__(self, kind: str, number: int, run: Followed):
+        self._fault, drawn = FAULTS[kind], random.Random(f"{kind} {number}")
         saves = range(EVERY, STEPS, EVERY)
-        self.at = drawn.choice(saves) if self.fault.saving else drawn.randrange(1, STEPS - 1)
+        self.at = drawn.choice(saves) if self._fault.saving else drawn.randrange(1, STEPS - 1)
         self.part = drawn.random()
-        self.places = sorted(drawn.sample(self.fault.among, self.fault.places))
-        self.began, self.ended, self.during = 0.0, 0.0, ""
-        self.done: Future[None] | None = None
-        self._run, self._pool = run, pool
+        self.places = sorted(drawn.sample(self._fault.among, self._fault.places))
+        self.when, self.during, self._run, self._waits = 0.0, "", run, bool(self.places)
 
     def notify(self, what: str, step: int) -> None:
         """Notes a step or a save, and begins at its moment."""
-        mine = self.fault.does and step == self.at and not self.done
-        if mine and what == ("save" if self.fault.saving else "step"):
+        if self._waits and (what, step) == ("save" if self._fault.saving else "step", self.at):
+            self._waits = False
             times = [when for when, _, _ in self._run.steps[-2:]]
             length = min(times[-1] - times[0], 1.0) if len(times) > 1 else 0.1
-            wait = self.part * (SAVE_SECONDS if self.fault.saving else length)
-            self.done = self._pool.submit(self._happen, wait)
+            Timer(self.part * (SAVE_SECONDS if self._fault.saving else length), self._kill).start()
 
-    def _happen(self, seconds: float) -> None:
-        time.sleep(seconds)
-        started = self._run.events("started")[-1]["pids"]
-        pids = [started[place] for place in self.places]
-        self.during, self.began = "save" if self._run.saving() else "step", time.time()
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL if self.fault.does == "kill" else signal.SIGSTOP)
-        if self.fault.does == "stop":
-            time.sleep(self.fault.lasts)
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)
-        self.ended = time.time()
+    def _kill(self) -> None:
+        pids = self._run.events("started")[-1]["pids"]
+        self.during, self.when = "save" if self._run.saving() else "step", time.time()
+        for place in self.places:
+            os.kill(pids[place], signal.SIGKILL)
 
 
 def harmed(kind: str, number: int) -> dict[str, Any]:
     """One run, from its start to its end."""
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        pool = stack.enter_context(ThreadPoolExecutor(1))
+    with tempfile.TemporaryDirectory() as folder:
         began = time.time()
-        run = Followed(folder, WORKERS, STEPS, EVERY, SNAPSHOTS)
-        stack.callback(run.end)
-        harm = Harm(kind, number, run, pool)
+        run = Followed(Path(folder), WORKERS)
+        harm = Harm(kind, number, run)
         code = run.follow(harm.notify)
         seconds = time.time() - began
-        if harm.done:
-            harm.done.result()
         left = run.left()
-        deaths = run.events("died")
-        starts = [event["time"] for event in run.events("started")]
+        deaths, starts = (
+            [event["time"] for event in run.events(what)] for what in ("died", "started")
+        )
     for what in left:
         print(f"left: {what}", file=sys.stderr)
     return {
         "kind": kind, "run": number, "at": harm.at, "part": round(harm.part, 3),
         "places": harm.places, "exit_code": code, "starts": len(starts),
-        **lost(harm, run.steps, starts, deaths),
+        "during": harm.during or None, **lost(harm.when, run.steps, starts, deaths),
         "loss": run.steps[-1][2] if run.steps else None,
         "last_step": run.steps[-1][1] if run.steps else None,
         "left": len(left), "seconds": round(seconds, 1),
@@ -171,23 +148,18 @@ def harmed(kind: str, number: int) -> dict[str, Any]:
 
 
 def lost(
-    harm: Harm, steps: list[tuple[float, int, float]], starts: list[float], deaths: list[Any]
+    when: float, steps: list[tuple[float, int, float]], starts: list[float], deaths: list[float]
 ) -> dict[str, Any]:
-    """Seconds to the next step, steps that are done again, and what the fault fell into."""
-    none = {"seconds_to_next_step": None, "steps_again": None, "during": harm.during or None}
-    if not harm.done:
-        return none
-    ended = min([harm.ended, *(event["time"] for event in deaths)])
-    # What was under way when a worker died is still said, and the next step is one of the next start. Who
-    # waits for a process says nothing meanwhile, and some go on before they die of it.
-    over = starts[1] if len(starts) > 1 and harm.fault.does == "kill" else ended
+    """Seconds to the next step, and steps that are done again; None for a run without a fault."""
+    # What was under way when a worker died is still said, and the next step is one of the next start.
+    over = starts[1] if len(starts) > 1 else when
     before = [step for step in steps if step[0] <= over]
     after = [step for step in steps if step[0] > over]
-    if not after:
-        return none
-    since = max(ended, before[-1][0])
+    if not when or not after:
+        return {"seconds_to_next_step": None, "steps_again": None}
+    since = max(min([when, *deaths]), before[-1][0])
     again = max(a[1] - b[1] + 1 for a, b in pairwise([before[-1], *after]))
-    return none | {"seconds_to_next_step": round(after[0][0] - since, 2), "steps_again": again}
+    return {"seconds_to_next_step": round(after[0][0] - since, 2), "steps_again": again}
 
 
 def wait_of(row: dict[str, Any]) -> float | None:
@@ -196,11 +168,6 @@ def wait_of(row: dict[str, Any]) -> float | None:
     if wait is None and row["last_step"] != row["steps"]:
         return float("inf")
     return wait
-
-
-def waits_of(rows: Rows) -> list[float]:
-    """The seconds of all rows that had a step left to do."""
-    return [wait for wait in map(wait_of, rows) if wait is not None]
 
 
 def whole(row: dict[str, Any], rows: Rows) -> bool:
@@ -218,14 +185,14 @@ HEAD = [
 
 def lines_of(rows: Rows) -> list[list[str]]:
     lines = []
-    for kind, fault in FAULTS.items():
-        own = [row for row in rows if row["kind"] == kind]
-        waits = waits_of(own) if fault.does else []
+    for kind, title in TITLES.items():
+        own = report.rows_of(rows, kind=kind)
+        waits = [wait for wait in map(wait_of, own) if wait is not None]
         fell = [row["during"] == "save" for row in own if row.get("during")]
         again = [row["steps_again"] for row in own if row["steps_again"] is not None]
         if own:
             lines.append([
-                fault.says, str(len(own)), str(sum(fell)) if fell else "",
+                title, str(len(own)), str(sum(fell)) if fell else "",
                 str(sum(whole(row, rows) for row in own)),
                 f"{median(waits):.1f}" if waits else "", f"{max(waits):.1f}" if waits else "",
                 str(max(again)) if again else "",

@@ -1,6 +1,5 @@
 """A run under ``lioncub run``, when it said what, and what it has left behind."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -13,10 +12,8 @@ from typing import Any
 
 from lioncub_jax.checkpoint import files
 
-ROOT = Path(__file__).parents[2]
-WORKER = Path("benchmarks") / "harm" / "worker.py"
+WORKER = Path(__file__).parent / "worker.py"
 MARK = "LIONCUB_FAULTS"  # in the environment of every process of a run
-CLI = [sys.executable, "-m", "lioncub_jax"]
 
 
 class Followed:
@@ -24,42 +21,31 @@ class Followed:
 
     Args:
       folder: an empty one; temporary files go there too.
-      workers, steps, every, snapshots: how many; steps from save to save, and from snapshot to snapshot.
+      workers: how many.
 
     Attributes:
       steps: (seconds since the epoch, step, loss), as they were said.
       saves: the steps that began to be saved.
-      checkpoints: their folder.
     """
 
-    def __init__(self, folder: Path, workers: int, steps: int, every: int, snapshots: int):
+    def __init__(self, folder: Path, workers: int):
         self._events, self._scratch = folder / "events.jsonl", folder / "scratch"
+        self._checkpoints, self._mark = folder / "checkpoints", uuid.uuid4().hex
         self._scratch.mkdir()
-        self.checkpoints = folder / "checkpoints"
-        self._mark = uuid.uuid4().hex
-        one = [sys.executable, str(WORKER), "--steps", str(steps), "--every", str(every)]
-        one += ["--snapshots", str(snapshots), "--checkpoint", str(self.checkpoints)]
-        run = [*CLI, "run", "--workers", str(workers), "--events", str(self._events)]
-        own = {
-            "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
-            "TMPDIR": str(self._scratch),
-            MARK: self._mark,
-        }
-        self.process = subprocess.Popen(
-            [*run, "--", *one],
-            cwd=ROOT,
-            env=os.environ | own,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
         self.steps: list[tuple[float, int, float]] = []
         self.saves: list[int] = []
+        run = [sys.executable, "-m", "lioncub_jax", "run", "--workers", str(workers)]
+        run += ["--events", str(self._events), "--", sys.executable, str(WORKER)]
+        own = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "TMPDIR": str(self._scratch)}
+        self._process = subprocess.Popen(
+            [*run, str(self._checkpoints)], env=os.environ | own | {MARK: self._mark},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
 
     def follow(self, notify: Callable[[str, int], None]) -> int:
         """To its end; tells of ``("step", step)`` and ``("save", step)``; the exit code."""
-        assert self.process.stdout
-        with self.process.stdout as output:
+        assert self._process.stdout
+        with self._process.stdout as output:
             for line in output:
                 what, *numbers = line.rpartition(" | ")[2].split()[:3] or [""]
                 if what == "step" and len(numbers) == 2:
@@ -68,14 +54,7 @@ class Followed:
                 elif what == "save" and len(numbers) == 1:
                     self.saves.append(int(numbers[0]))
                     notify("save", int(numbers[0]))
-        return self.process.wait()
-
-    def end(self) -> None:
-        """Ends it, if it has not ended: SIGTERM twice is for now."""
-        while self.process.poll() is None:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(1.0)
+        return self._process.wait()
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """The events of a kind so far."""
@@ -84,20 +63,19 @@ class Followed:
 
     def saving(self) -> bool:
         """True while a save has begun and its checkpoint is not whole."""
-        return bool(self.saves) and not (self.checkpoints / str(self.saves[-1])).exists()
+        return bool(self.saves) and not (self._checkpoints / str(self.saves[-1])).exists()
 
     def left(self) -> list[str]:
         """The rest of a run: processes, temporary files, halves of checkpoints."""
-        result = [f"process {pid}" for pid in marked(self._mark)]
-        result += [str(path) for path in self._scratch.iterdir()]
-        if self.checkpoints.exists():
-            others = (x for x in self.checkpoints.iterdir() if not x.name.isdigit())
-            result += [str(x) for x in others if x.name != files.RUN]
-        return result
+        saved = self._checkpoints.iterdir() if self._checkpoints.exists() else ()
+        halves = [x for x in saved if not x.name.isdigit() and x.name != files.RUN]
+        return [f"process {pid}" for pid in marked(self._mark)] + [
+            str(path) for path in (*self._scratch.iterdir(), *halves)
+        ]
 
 
 def marked(mark: str) -> list[int]:
-    """The processes of a run, whoever started them; with the last in it a namespace goes too."""
+    """The processes of a run, whoever started them."""
     wanted, result = f"{MARK}={mark}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
