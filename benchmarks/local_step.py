@@ -1,4 +1,4 @@
-"""Time of a worker's own step, without the network, against jitted ``optax.lion``.
+"""Time of a worker's own step, without the network, against jitted ``optax.lion`` and ``optax.adamw``.
 
     python benchmarks/local_step.py [--quick]
 
@@ -7,9 +7,11 @@ weight decay and update, for W = 8 workers, on one device. The two collectives a
 loopback that hands a worker its own message, W parts of it for one from each of W workers, so that
 every array has its real size and is really written, as a collective would. The candidates take turns
 in one process; a sample is as many calls as take 20 ms, each figure is the median over rounds, each ratio
-the median of the ratios round by round. Buffers are donated, as in a training step.
+the median of the ratios round by round. Buffers are donated, as in a training step. The floor is the bytes
+that must be read and written, once each, at the rate of a copy in the same run.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +31,8 @@ from lioncub_jax.exchange.pieces import BucketPlan, WorkerPlan
 from lioncub_jax.exchange.step import Exchange
 
 WORKERS = 8
-LION = "optax.lion"
+LION, ADAMW = "optax.lion", "optax.adamw"
+COPIED = 2**28  # float32 values
 SAMPLE_SECONDS, MOST_CALLS = 0.02, 4096
 
 
@@ -115,6 +118,7 @@ def candidates(params: Any) -> dict[str, Candidate]:
     """The optimizers that are compared, by name."""
     blend = lc.momentum.blend()
     at_owner = lc.decide.at_owner(optax.scale_by_lion(), lc.decide.sign())
+    adam = lc.decide.at_owner(optax.scale_by_adam(), lc.decide.codes(2))
     feedback = lc.quantize.error_feedback(lc.quantize.midrise(3))
     return {
         LION: plain(optax.lion(1e-4, weight_decay=1e-3), params),
@@ -122,6 +126,8 @@ def candidates(params: Any) -> dict[str, Candidate]:
         "2-bit vote": voting(params, momentum=blend, quantizer=lc.quantize.midrise(2)),
         "3-bit vote": voting(params, momentum=blend, quantizer=lc.quantize.midrise(3)),
         "owner, 3 bits + feedback": voting(params, quantizer=feedback, decision=at_owner),
+        ADAMW: plain(optax.adamw(1e-4, weight_decay=1e-3), params),
+        "owner_adamw": voting(params, quantizer=feedback, decision=adam),
     }
 
 
@@ -182,13 +188,52 @@ def over(some: list[float], others: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(some, others, strict=True))
 
 
-def compiled_steps(steps: dict[str, Candidate], params: Any) -> dict[str, Timed]:
-    """Each step with arrays of its own: parameters of zeros, and gradients."""
+def local(params: Any) -> dict[str, Timed]:
+    """Each step with arrays of its own, parameters of zeros and gradients, and the bytes that must move."""
     timed = {}
-    for name, one in steps.items():
+    for name, one in candidates(params).items():
         grads = [jax.random.normal(jax.random.key(0), x.shape, x.dtype) for x in params]
-        timed[name] = compiled(one.step, (jax.tree.map(jnp.copy, params), one.state, grads))
+        arrays = jax.tree.map(jnp.copy, params), one.state, grads
+        # Parameters and state are read and written, gradients read, messages written and read.
+        moved = 3 * size_of(params) + 2 * size_of(one.state) + one.wire_bytes
+        timed[name] = compiled(one.step, arrays, moved)
     return timed
+
+
+def rows_of(
+    part: str, about: dict[str, Any], steps: dict[str, Timed], rounds: int, rate: float
+) -> report.Rows:
+    """A row for each step, printed too; ``rate`` is the bytes a second of a copy."""
+    times, rows = measured(steps, rounds), []
+    for name, one in steps.items():
+        ms, memory = [1e3 * x for x in times[name]], one.program.memory_analysis()
+        floor = 1e3 * one.floor_bytes / rate
+        rows.append({
+            "part": part, **about, "step": name,
+            "ms": statistics.median(ms), "ms_min": min(ms), "ms_max": max(ms),
+            "over_floor": statistics.median(ms) / floor if floor else None,
+            "over_lion": over(times[name], times[LION]),
+            "over_adamw": over(times[name], times[ADAMW]),
+            "temporary_bytes": memory.temp_size_in_bytes,
+            "argument_bytes": memory.argument_size_in_bytes,
+            "compile_seconds": one.compile_seconds, "rounds": rounds,
+        })  # fmt: skip
+        print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+    return rows
+
+
+def copy_rate(rounds: int) -> float:
+    """Bytes a second of a copy, reading and writing counted."""
+    on_gpu = jax.devices()[0].platform == "gpu"
+    x = jnp.zeros(COPIED if on_gpu else 2**20, jnp.float32)
+    step = jax.jit(lambda x: (x + 1,), donate_argnums=0)
+    times = measured({"copy": compiled(step, (x,))}, rounds)["copy"]
+    return 2 * size_of(x) / statistics.median(times)
+
+
+def size_of(tree: Any) -> int:
+    """Bytes of all arrays."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def main() -> None:
@@ -198,36 +243,21 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    rows: list[list[Any]] = []
-    ratios: dict[str, float] = {}
     powers = [22, 24] if args.quick else [20, 22, 24, 26]
     models = {f"{2 ** (power - 20)}M": [(2**power,)] for power in powers}
     if not args.quick:
         layer = [(256,), (256, 768), (256, 256), (256,), (256, 1024), (1024, 256)]
         models["7M in 54 arrays"] = layer * 9
+    rate, rows = copy_rate(args.rounds), []
     for dtype in ["float32"] if args.quick else ["float32", "bfloat16"]:
         for parameters, shapes in models.items():
-            params = [jnp.zeros(shape, dtype) for shape in shapes]
-            times = measured(compiled_steps(candidates(params), params), args.rounds)
-            for name, each in times.items():
-                ms = [1e3 * seconds for seconds in each]
-                ratio = over(each, times[LION])
-                rows.append(
-                    [parameters, dtype, name, statistics.median(ms), min(ms), max(ms), ratio]
-                )
-                print(*rows[-1], flush=True)
-                if (parameters, dtype) == ("16M", "float32"):
-                    ratios[name] = ratio
-    summary = {
-        "benchmark": "local_step",
-        "workers": WORKERS,
-        "ratio_vs_optax_lion": ratios["1-bit vote"],
-        "ratio_owner_3bit": ratios["owner, 3 bits + feedback"],
-        "rounds": args.rounds,
-        "columns": ["parameters", "dtype", "step", "ms (median)", "min", "max", "over optax.lion"],
-        "rows": rows,
-    }
-    report.finish(summary, args.save)
+            steps = local([jnp.zeros(shape, dtype) for shape in shapes])
+            about = {"parameters": parameters, "dtype": dtype}
+            rows += rows_of("local", about, steps, args.rounds, rate)
+    known = report.rows_of(rows, parameters="16M", dtype="float32")
+    ratios = {row["step"]: row["over_lion"] for row in known}
+    about = {"benchmark": "local_step", "workers": WORKERS, "over_optax_lion": ratios}
+    report.finish({**about, "rows": rows}, args.save)
 
 
 if __name__ == "__main__":

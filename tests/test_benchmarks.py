@@ -13,13 +13,13 @@ from aot import programs
 from conftest import in_order
 from report import append, read
 
-STEPS = "optax.lion", "1-bit vote"
+STEPS = "optax.lion", "1-bit vote", "optax.adamw"
 
 
 def test_the_local_step_moves_every_parameter_by_the_learning_rate():
     """What is sent comes back as it is, so signs mean nothing, but all the work of a step is done."""
     drawn = np.random.default_rng(0).normal(size=(2, 2**15)).astype(np.float32)
-    for name, made in gpu.candidates({"w": jnp.asarray(drawn[0])}).items():
+    for name, made in local_step.candidates({"w": jnp.asarray(drawn[0])}).items():
         params, grads = ({"w": jnp.asarray(x)} for x in drawn)
         new, *_ = made.step(params, made.state, grads)
         moved = np.abs(np.asarray(new["w"]) - drawn[0])
@@ -37,9 +37,9 @@ def test_every_part_of_a_compilation_is_timed(method):
 
 
 def test_each_step_of_a_gpu_is_measured_and_kept(monkeypatch, tmp_path):
-    """Of two of the local steps, with samples that take no time."""
-    every = gpu.candidates
-    monkeypatch.setattr(gpu, "candidates", lambda x: {n: every(x)[n] for n in STEPS})
+    """Of three of the local steps, with samples that take no time."""
+    every = local_step.candidates
+    monkeypatch.setattr(local_step, "candidates", lambda x: {n: every(x)[n] for n in STEPS})
     monkeypatch.setattr(local_step, "SAMPLE_SECONDS", 1e-5)
     small = programs.Model(*programs.gpt(1, 32, 2, 512, 16), (1, 17))
     monkeypatch.setattr(programs, "named", lambda name: small)

@@ -149,7 +149,6 @@ def test_the_real_step_of_a_contender_trains():
     before = jax.tree.leaves(racing.state.params)[0].copy()
     racing.step()
     racing.step()
-    assert racing.predicted_bytes(most=False) < racing.predicted_bytes(most=True)
     assert not np.array_equal(before, jax.tree.leaves(racing.state.params)[0])
 
 

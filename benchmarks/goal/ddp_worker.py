@@ -1,6 +1,6 @@
 """One PyTorch worker of `benchmarks/time_to_loss.py --torch`: AdamW under DistributedDataParallel.
 
-The same model, from the same parameters, with the same text; it takes turns, as `worker.py` does.
+The same model, with parameters of its own and the same text; it takes turns, as `worker.py` does.
 """
 
 import json
@@ -13,7 +13,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -98,10 +97,8 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 class Trainer:
     """A model under DDP, and its AdamW."""
 
-    def __init__(self, name: str, tokens: int, parameters: str):
+    def __init__(self, name: str, tokens: int):
         model = GPT()
-        with np.load(parameters) as arrays:
-            model.load_state_dict({key: torch.from_numpy(arrays[key]) for key in arrays})
         self._model = WRAPPERS[name](model)
         self._adamw = torch.optim.AdamW(model.parameters(), 1e-4, (0.9, 0.99), weight_decay=0.1)
         self._text, self._count, self._taken = corpus.standard_library().train, tokens // CONTEXT, 0
@@ -123,26 +120,21 @@ def _loss(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
-    job = json.loads((folder / "job.json").read_text())
-    report = take_turns(job)
-    (folder / f"worker{dist.get_rank()}.json").write_text(json.dumps(report))
+    blocks = take_turns(json.loads((folder / "job.json").read_text()))
+    (folder / f"worker{dist.get_rank()}.json").write_text(json.dumps(blocks))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def take_turns(job: dict[str, Any]) -> dict[str, Any]:
-    """Blocks of steps, as of `worker.take_turns`; no bytes are predicted."""
+def take_turns(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Blocks of steps, as of `worker.take_turns`."""
     racing = {}
     for name, stage, tokens in job["entries"]:
-        step = Trainer(name, tokens, job["parameters"]).step
+        step = Trainer(name, tokens).step
         racing[json.dumps([name, stage, tokens])] = step
         for _ in range(4):  # PowerSGD's first steps are plain, and DDP rebuilds its buckets
             step()
-    blocks = turns.take_turns(racing, largest, turns=job["turns"], seconds=job["seconds"])
-    return {
-        "blocks": [block._asdict() for block in blocks],
-        "about": dict.fromkeys(racing, (1, None)),
-    }
+    return turns.take_turns(racing, largest, turns=job["turns"], seconds=job["seconds"])
 
 
 def largest(x: float) -> float:

@@ -8,11 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from goal import curves
 from goal.contenders import CONTENDERS
-from goal.model import MODEL
 from lioncub_jax.audit import units
 from lioncub_jax.tools import lab
 
@@ -71,29 +67,26 @@ def timed_together(entries: list[Entry], framework: str, rate: str) -> Iterator[
     job = {"entries": entries, "turns": TURNS, "seconds": SECONDS}
     reports = held(job, rate, framework)
     for entry in entries:
-        blocks = [b for one in reports for b in one["blocks"] if b["method"] == entry.key]
-        turns = sorted({block["turn"] for block in blocks})
-        of_turn = [[block for block in blocks if block["turn"] == turn] for turn in turns]
-        local_steps, predicted = reports[0]["about"][entry.key]
+        blocks = [block for one in reports for block in one if block["method"] == entry.key]
+        of_turn = [[block for block in blocks if block["turn"] == turn] for turn in range(TURNS)]
+        local_steps = (
+            CONTENDERS[entry.contender].local_steps if entry.contender in CONTENDERS else 1
+        )
         # A turn is as long as its slowest worker took; a call is several steps for those who go alone.
         seconds = [max(b["seconds"] for b in some) / local_steps for some in of_turn]
         sent = statistics.median(max(b["sent_bytes"] for b in some) for some in of_turn)
         yield {
             "part": "time", **entry._asdict(), "network": rate, "workers": WORKERS,
             "seconds": statistics.median(seconds), "fastest": min(seconds), "slowest": max(seconds),
-            "interface_bytes": sent / local_steps, "predicted_bytes": predicted and predicted / local_steps,
+            "interface_bytes": sent / local_steps,
         }  # fmt: skip
 
 
-def held(job: Mapping[str, Any], rate: str, framework: str) -> list[dict[str, Any]]:
-    """The report of each worker of a session; the output of one that fails is shown."""
+def held(job: Mapping[str, Any], rate: str, framework: str) -> list[list[dict[str, Any]]]:
+    """The blocks of each worker of a session; the output of one that fails is shown."""
     bits = None if rate == UNSHAPED else units.rate(rate)
     with tempfile.TemporaryDirectory() as name:
-        folder, job = Path(name), dict(job)
-        if framework == "torch":
-            path = folder / "parameters.npz"
-            np.savez(path, allow_pickle=False, **as_in_torch(curves.model_of(0), MODEL["layers"]))
-            job["parameters"] = str(path)
+        folder = Path(name)
         (folder / "job.json").write_text(json.dumps(job))
         cache = {"JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "lioncub-goal")}
         command = [sys.executable, str(PROGRAMS[framework]), name]
@@ -102,27 +95,3 @@ def held(job: Mapping[str, Any], rate: str, framework: str) -> list[dict[str, An
         if done.exit_code:
             sys.exit("\n".join([*output, f"a worker of {framework} failed: {done.exit_code}"]))
         return [json.loads((folder / f"worker{i}.json").read_text()) for i in range(WORKERS)]
-
-
-def as_in_torch(model: Any, layers: int) -> dict[str, np.ndarray]:
-    """The parameters of `examples/gpt/model.py` by the names of `ddp_worker.py`: matrices transposed."""
-
-    def transposed(kernel: Any) -> np.ndarray:
-        return np.asarray(kernel).reshape(kernel.shape[0], -1).T.copy()
-
-    arrays = {
-        "read.weight": np.asarray(model.read.embedding[...]),
-        "positions.weight": np.asarray(model.positions.embedding[...]),
-        "norm.weight": np.asarray(model.norm.scale[...]),
-    }
-    for i in range(layers):
-        block = model.blocks[i]
-        arrays |= {
-            f"blocks.{i}.norm1.weight": np.asarray(block.norm1.scale[...]),
-            f"blocks.{i}.norm2.weight": np.asarray(block.norm2.scale[...]),
-            f"blocks.{i}.qkv.weight": transposed(block.attention.qkv.kernel[...]),
-            f"blocks.{i}.out.weight": transposed(block.attention.out.kernel[...]),
-            f"blocks.{i}.up.weight": transposed(block.mlp.up.kernel[...]),
-            f"blocks.{i}.down.weight": transposed(block.mlp.down.kernel[...]),
-        }
-    return arrays

@@ -24,11 +24,7 @@ def mesh_of(devices: Sequence[Any]) -> Mesh:
 
 
 class Trainer:
-    """A recipe on a mesh, one worker for each device.
-
-    Attributes:
-      local_steps: steps of a worker in one call.
-    """
+    """A recipe on a mesh, one worker for each device."""
 
     def __init__(self, mesh: Mesh, recipe: Recipe, tokens: int):
         loss, params, model_state = lc.from_nnx(model_of(0), next_byte_loss)
@@ -37,26 +33,20 @@ class Trainer:
         self._step = lc.make_train_step(
             loss, tx, workers, local_steps=recipe.local_steps, local=local
         )
-        self.local_steps, self._taken = recipe.local_steps, 0
-        self._tx, self._workers, self._cut = tx, workers, NamedSharding(mesh, P(AXIS))
+        self._local_steps, self._taken = recipe.local_steps, 0
+        self._cut = NamedSharding(mesh, P(AXIS))
         self._mine = [
             i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()
         ]
         self._count, self._text = tokens // CONTEXT, corpus.standard_library().train
 
     def step(self) -> None:
-        """One call of the training step, done when it returns: ``local_steps`` steps of each worker."""
-        steps = range(self._taken, self._taken + self.local_steps)
+        """One call of the training step, done when it returns: all local steps of each worker."""
+        steps = range(self._taken, self._taken + self._local_steps)
         draws = [
             corpus.draw(self._text, self._count, CONTEXT, (i, t)) for i in self._mine for t in steps
         ]
         batch = jax.make_array_from_process_local_data(self._cut, np.concatenate(draws))
         self.state, _ = self._step(self.state, batch)
         jax.block_until_ready(self.state)
-        self._taken += self.local_steps
-
-    def predicted_bytes(self, *, most: bool) -> float:
-        """Predicted bytes of a worker in a call, on a CPU; the most, as in a warm-up, or the least."""
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state.params)
-        stages = lc.audit.of(self._tx, shapes, self._workers).stages
-        return max(stages) if most else min(stages)
+        self._taken += self._local_steps

@@ -8,19 +8,9 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 INTERFACE = "eth0"  # of a worker, in the lab
-
-
-class Block(NamedTuple):
-    """A few steps of one method on one worker."""
-
-    method: str
-    turn: int
-    steps: int
-    seconds: float  # per step
-    sent_bytes: float  # per step, by the interface, headers and all
 
 
 def take_turns(
@@ -29,8 +19,13 @@ def take_turns(
     *,
     turns: int,
     seconds: float,
-) -> list[Block]:
-    """Runs all methods in turn, as often as asked; a block takes about ``seconds``, at least two steps."""
+) -> list[dict[str, Any]]:
+    """Runs all methods in turn, as often as asked; a block takes about ``seconds``, at least two steps.
+
+    Returns:
+      Blocks: the "method" and "turn", the "seconds" of a step, and its "sent_bytes" by the interface, with
+      headers.
+    """
     count = {}
     for name, step in methods.items():
         step()  # compiles, touches the memory and connects
@@ -48,13 +43,14 @@ def take_turns(
 
 def _block(
     name: str, turn: int, step: Callable[[], Any], steps: int, most: Callable[[float], float]
-) -> Block:
+) -> dict[str, Any]:
     most(0)
     sent, start = sent_bytes(), time.perf_counter()
     for _ in range(steps):
         step()
     taken, sent = time.perf_counter() - start, sent_bytes() - sent
-    return Block(name, turn, steps, taken / steps, sent / steps)
+    per_step = {"seconds": taken / steps, "sent_bytes": sent / steps}
+    return {"method": name, "turn": turn, **per_step}
 
 
 def sent_bytes() -> int:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from goal import turns
-from goal.contenders import FULL, timed
+from goal.contenders import timed
 from goal.lab import NOTHING, Entry
 from goal.trainer import Trainer, mesh_of
 
@@ -25,25 +25,19 @@ def main() -> None:
     folder = Path(sys.argv[1])
     jax.distributed.initialize()
     job, mesh = json.loads((folder / "job.json").read_text()), mesh_of(jax.devices())
-    report = take_turns(job, mesh)
-    (folder / f"worker{jax.process_index()}.json").write_text(json.dumps(report))
+    blocks = take_turns(job, mesh)
+    (folder / f"worker{jax.process_index()}.json").write_text(json.dumps(blocks))
 
 
-def take_turns(job: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """Blocks of steps of all entries, and of each its steps in a call and what a call should send."""
+def take_turns(job: dict[str, Any], mesh: Mesh) -> list[dict[str, Any]]:
+    """Blocks of steps of all entries."""
     racing: dict[str, Callable[[], Any]] = {}
-    about = {}
     for entry in (Entry(*entry) for entry in job["entries"]):
         no_exchange = entry.contender == NOTHING
         recipe = timed("adamw" if no_exchange else entry.contender, entry.stage, "data")
-        trainer = Trainer(
-            mesh_of(jax.local_devices()) if no_exchange else mesh, recipe, entry.tokens
-        )
-        sent = 0.0 if no_exchange else trainer.predicted_bytes(most=entry.stage == FULL)
-        racing[entry.key] = trainer.step
-        about[entry.key] = trainer.local_steps, sent
-    blocks = turns.take_turns(racing, largest(mesh), turns=job["turns"], seconds=job["seconds"])
-    return {"blocks": [block._asdict() for block in blocks], "about": about}
+        where = mesh_of(jax.local_devices()) if no_exchange else mesh
+        racing[entry.key] = Trainer(where, recipe, entry.tokens).step
+    return turns.take_turns(racing, largest(mesh), turns=job["turns"], seconds=job["seconds"])
 
 
 def largest(mesh: Mesh) -> Callable[[float], float]:
