@@ -8,8 +8,8 @@ nothing here is a time but that of compiling. The tables of docs/reports/acceler
 
 * temporaries: bytes that the program allocates beside its arguments and results, per parameter of a
   device;
-* accessed: bytes that its kernels read and write, per parameter. XLA's own count for a TPU; for a GPU,
-  where XLA gives none, operands and results of all kernels, slices as what they take;
+* accessed: bytes that its kernels read and write, per parameter, as XLA counts. It has no count for a GPU;
+  commit ff2cb28 has the program that counted there;
 * sent: bytes of collectives over the workers' axis;
 * under the backward pass: the matrix work that the schedule puts between start and end of each
   asynchronous all-to-all.
@@ -39,8 +39,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 ROWS = ROOT / "benchmarks" / "results" / "ahead_of_time.jsonl"
 DOCUMENT = ROOT / "docs" / "reports" / "accelerators.md"
 FIGURES = {
-    "temporaries": "{temporaries:.1f}", "accessed": "{accessed:.1f}", "sent, bytes": "{sent_bytes:,.0f}",
-    "compiling, s": "{compile_s:.0f}",
+    "temporaries": ("temporaries", ".1f"), "accessed": ("accessed", ".1f"),
+    "sent, bytes": ("sent_bytes", ",.0f"), "compiling, s": ("compile_s", ".0f"),
 }  # fmt: skip
 TWO_LEVELS = "vote, 1 bit, two levels of 2"
 
@@ -55,9 +55,8 @@ def one(machine: str, model_name: str, method: str) -> dict[str, Any]:
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
     text, held = compiled.as_text(), model.size / model.fsdp
-    kernels = reading.kernels(text)
-    cost = compiled.cost_analysis() or {}
-    accessed = cost.get("bytes accessed", sum(k.bytes for k in kernels))
+    accessed = (compiled.cost_analysis() or {}).get("bytes accessed")
+    rate = machines.named(machine).matrix_rate
     crossing = [c for c in collectives(text, mesh) if c.axes and "data" in c.axes]
     row = {
         "machine": machine,
@@ -65,23 +64,16 @@ def one(machine: str, model_name: str, method: str) -> dict[str, Any]:
         "method": method,
         "compile_s": seconds,
         "temporaries": compiled.memory_analysis().temp_size_in_bytes / held,
-        "accessed": accessed / held,
-        "kernels": len(kernels),
+        "accessed": accessed and accessed / held,
         "collectives": [[c.op, c.operands[0].dtype, c.sent_bytes, c.gated] for c in crossing],
         "sent_bytes": sum(c.sent_bytes for c in crossing if not c.gated),
-        "asynchronous": [k.collective for k in kernels if k.collective],
-        "exchanges": exchanges(kernels, machine),
+        # Asynchronous ones: op, bytes that arrive, seconds of matrix work meanwhile.
+        "exchanges": [[x.op, x.arrives, x.matrix / rate] for x in reading.exchanges(text)],
     }
     if tx is not None:
         lc.check_votes(compiled)
         row["predicted_bytes"] = predicted(tx, model, mesh)
     return row
-
-
-def exchanges(kernels: list[reading.Kernel], machine: str) -> list[list[Any]]:
-    """Asynchronous collectives: op, bytes that arrive, seconds of matrix work meanwhile."""
-    rate = machines.named(machine).matrix_rate
-    return [[one.op, one.arrives, one.matrix / rate] for one in reading.exchanges(kernels)]
 
 
 def predicted(tx: Any, model: programs.Model, mesh: Any) -> float:
@@ -142,15 +134,20 @@ def by_step(rows: report.Rows) -> dict[tuple[str, str, str], dict[str, Any]]:
     return {(row["machine"], row["model"], row["method"]): row for row in rows}
 
 
+def figure(row: dict[str, Any], name: str, form: str) -> str:
+    """A number of a row; nothing where it is not known."""
+    return "" if row[name] is None else format(row[name], form)
+
+
 def documented(document: str, rows: report.Rows) -> str:
     """The document with a table for each model that was compiled, and one of collectives of buckets."""
     known = by_step(rows)
     for model in dict.fromkeys(model for _, model, _ in known):
         steps = list(dict.fromkeys(method for _, of, method in known if of == model))
         lines = [
-            [machine, title, *(form.format(**known[machine, model, step]) for step in steps)]
+            [machine, title, *(figure(known[machine, model, step], name, form) for step in steps)]
             for machine in dict.fromkeys(machine for machine, of, _ in known if of == model)
-            for title, form in FIGURES.items()
+            for title, (name, form) in FIGURES.items()
         ]
         document = report.written(document, model, report.markdown(["machine", "", *steps], lines))
     lines = [

@@ -265,7 +265,11 @@ def test_differences_are_paired_over_seeds_and_small_ones_are_alike():
     assert far.value == pytest.approx(0.1) and far.error == pytest.approx(
         2.776 * std * (2 / 3) ** 0.5, 1e-3
     )
-    assert near.within_error and not far.within_error and near.text().startswith("+0.000 ± 0.0")
+    assert re.fullmatch(r"\+0\.000 ± 0\.0\d\d \(alike\)", near.text()) and "alike" not in far.text()
+    # A method of one seed, in variances of a run: 1, of AdamW's mean 1/3, and of its seed's part 2/9.
+    alone = study.Study([*rows, *studied({"owner-adamw": [2.0]})]).cell(study.NOISY)
+    wider = (alone.behind("owner-adamw").error / alone.behind("vote").error) ** 2
+    assert alone.pooled.freedom == 4 and wider == pytest.approx((1 + 1 / 3 + 2 / 9) / (2 / 3))
 
 
 def test_tokens_to_a_loss_are_on_a_line_through_the_last_losses_of_lengths():

@@ -328,7 +328,7 @@ def voted(
 
 # The reason why votes are behind float32 Lion, at Lion's choice of rate, betas and decay.
 REASONS: dict[str, Contender] = {
-    "vote-alike": voted("lion_cub(...)"),
+    "vote-alike": voted("lion_cub(...), at the rate of Lion"),
     "vote-2": voted(
         "lion_cub(..., quantizer=midrise(2))", coding.midrise(2), quantizer=lc.quantize.midrise(2)
     ),

@@ -5,7 +5,9 @@ rest is pooled over all methods that ran together, and a 95 % t-interval of it s
 are seen::
 
     x[m, s] = method[m] + seed[s] + rest[m, s],   std^2 = sum rest^2 / degrees of freedom
-    two methods with n and k seeds differ by their means' difference +- t(0.975) std sqrt(1/n + 1/k)
+    two methods that all seeds ran, n of them, differ by their means' difference +- t(0.975) std sqrt(2/n)
+
+Where a method ran with some seeds only, the least squares of that sum have the rest of the formula.
 """
 
 from collections.abc import Mapping
@@ -26,15 +28,12 @@ class Difference(NamedTuple):
     value: float
     error: float | None
 
-    @property
-    def within_error(self) -> bool:
-        """True where the interval has 0 in it."""
-        return self.error is not None and abs(self.value) <= self.error
-
     def text(self, digits: int = 3) -> str:
-        """With its error, as ``+0.018 ± 0.023``."""
-        sure = "one seed" if self.error is None else f"± {self.error:.{digits}f}"
-        return f"{self.value:+.{digits}f} {sure}"
+        """With its error, as ``+0.018 ± 0.023 (alike)``: alike where the interval has 0 in it."""
+        if self.error is None:
+            return f"{self.value:+.{digits}f} one seed"
+        alike = " (alike)" * (abs(self.value) <= self.error)
+        return f"{self.value:+.{digits}f} ± {self.error:.{digits}f}{alike}"
 
 
 class Pooled(NamedTuple):
@@ -44,13 +43,13 @@ class Pooled(NamedTuple):
       std: of one run; None where nothing ran twice.
       freedom: its degrees of freedom.
       means: of each method over its seeds, with the seeds' part taken out.
-      seeds: of each method, how many.
+      covariance: of the methods' parts, in their order, for a deviation of 1.
     """
 
     std: float | None
     freedom: int
     means: Mapping[str, float]
-    seeds: Mapping[str, int]
+    covariance: np.ndarray
 
     def less(self, one: str, other: str) -> Difference | None:
         """A method less another; None where one of them did not run."""
@@ -58,8 +57,10 @@ class Pooled(NamedTuple):
             return None
         error = None
         if self.std is not None:
-            share = 1 / self.seeds[one] + 1 / self.seeds[other]
-            error = float(stats.t.ppf(0.975, self.freedom)) * self.std * share**0.5
+            names = list(self.means)
+            contrast = np.array([(name == one) - float(name == other) for name in names])
+            share = max(contrast @ self.covariance @ contrast, 0)
+            error = float(stats.t.ppf(0.975, self.freedom) * self.std * share**0.5)
         return Difference(self.means[one] - self.means[other], error)
 
 
@@ -79,4 +80,5 @@ def pooled(values: Mapping[str, Mapping[int, float]]) -> Pooled:
     std = float(np.sqrt(np.sum((x - design @ fitted) ** 2) / freedom)) if freedom else None
     middle = float(np.mean([0.0, *fitted[len(methods) :]])) if len(seeds) else 0.0
     means = {method: float(fitted[n]) + middle for n, method in enumerate(methods)}
-    return Pooled(std, freedom, means, {m: len(some) for m, some in values.items()})
+    covariance = np.linalg.pinv(design.T @ design)[: len(methods), : len(methods)]
+    return Pooled(std, freedom, means, covariance)

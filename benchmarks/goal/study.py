@@ -94,11 +94,7 @@ class Study:
             if name == BASE:
                 return f"{cell.pooled.means[BASE]:.3f}"
             difference = cell.behind(name)
-            return (
-                ""
-                if difference is None
-                else f"{difference.text()}{', alike' * difference.within_error}"
-            )
+            return difference.text() if difference else ""
 
         head = ["method", "whose", "bits", *columns.values()]
         lines = [
@@ -156,10 +152,10 @@ class Study:
             [
                 f"`{pages.code_of(name)}`",
                 f"{pages.bits(name, WORKERS):.2f}",
-                f"{difference.text()}{', alike' * difference.within_error}",
-                *(f"{mean_of(cell.rows[name], what):.2f}" for what in ("tie", "agree")),
+                difference.text(),
+                *(mean_of(cell.rows[name], what) for what in ("tie", "agree")),
             ]
-            for name in REASONS
+            for name in ("vote", *REASONS, "owner-lion")
             if (difference := cell.behind(name, "lion"))
         ]
         head = [
@@ -256,52 +252,68 @@ class Study:
         )
 
     def beside_lion(self) -> str:
-        parts = self.each("vote", LENGTHS[1:], "lion")
-        lead = f"The last loss of `lion_cub`, less that of float32 Lion (goal: {GOAL}): "
-        return f"{lead}{', '.join(parts)}." if parts else ""
-
-    def each(self, name: str, settings: Iterable[Key], other: str = BASE) -> list[str]:
-        """Differences to another method in each setting where both ran."""
-        return [
-            f"{difference.text()} after {key.steps:,} steps"
-            for key in settings
-            if (difference := self.cell(key).behind(name, other))
-        ]
+        first = self.by_steps("vote", LENGTHS[1:], "lion")
+        changes = self.by_method(REMEDIES, "lion")
+        lead = f"**`lion_cub` beside float32 Lion** (the goal is at most {GOAL:+}): {first}"
+        return (
+            f"{lead}{'; other ways after 1,024 steps: ' * bool(changes)}{changes}." if first else ""
+        )
 
     def after_1024(self) -> str:
-        cell = self.cell(NOISY)
-        peers = [name for name in cell.losses if name.startswith("powersgd")]
-        best = min(peers, key=lambda name: cell.pooled.means[name], default="")
-        parts = [
-            f"{says} {difference.text()}"
-            for name, says in (*OURS.items(), (best, f"PowerSGD {best.removeprefix('powersgd-')}"))
-            if (difference := cell.behind(name))
-        ]
-        lead = f"Last losses after 1,024 steps, less AdamW's: {', '.join(parts)}."
-        return lead if len(parts) == len(OURS) + 1 else ""
+        losses = self.cell(NOISY).pooled.means if self.cell(NOISY).losses else {}
+        ranks = [name for name in lengths.POWERSGD if name in losses]
+        best = min(ranks, key=losses.__getitem__, default="")
+        peer = {best: f"PowerSGD of rank {best.removeprefix('powersgd-')}"}
+        text = self.by_method(OURS | peer)
+        lead = "**1,024 steps, beside float32 AdamW**: "
+        return f"{lead}{text}." if best and set(OURS) <= set(losses) else ""
 
     def by_length(self) -> str:
-        parts = self.each("vote", LENGTHS)
-        return f"`lion_cub`, less AdamW: {', '.join(parts)}." if len(parts) > 1 else ""
+        parts = [
+            f"{says} {text}"
+            for name, says in OURS.items()
+            if " after " in (text := self.by_steps(name, LENGTHS))
+        ]
+        known = [key for key in LENGTHS if BASE in self.cell(key).losses]
+        lead = "**Longer runs, beside float32 AdamW**: "
+        return f"{lead}{'; '.join(parts)}." if parts and len(known) > 1 else ""
 
     def by_exchanges(self) -> str:
-        cell = self.cell(NOISY)
-        parts = [
-            f"{says} {x.text()}" for name, says in EXCHANGES.items() if (x := cell.behind(name))
-        ]
-        lead = f"At equal tokens, less AdamW: {', '.join(parts)}."
-        return lead if len(parts) == len(EXCHANGES) else ""
+        known = self.by_method(EXCHANGES)
+        lead = "**Fewer exchanges of as many tokens, beside float32 AdamW**: "
+        return f"{lead}{known}." if known else ""
 
     def by_size(self) -> str:
         known = [key for key in self.cells if key[:3] == NOISY[:3] and key.steps == NOISY.steps]
         text = self.growth("vote", known)
-        return f"For `lion_cub`, {text}" if text else ""
+        return f"**The size of the model**, for `lion_cub`: {text}" if text else ""
+
+    def by_steps(self, name: str, settings: Iterable[Key], other: str = BASE) -> str:
+        """Differences to another method in each setting where both ran."""
+        return ", ".join(
+            f"{difference.text()} after {key.steps:,} steps"
+            for key in settings
+            if (difference := self.cell(key).behind(name, other))
+        )
+
+    def by_method(self, names: Mapping[str, str], other: str = BASE) -> str:
+        """Differences of methods to another after 1,024 steps, with their bits."""
+        return ", ".join(
+            f"{says} ({pages.bits(name, WORKERS):.2g} bits) {difference.text()}"
+            for name, says in names.items()
+            if (difference := self.cell(NOISY).behind(name, other))
+        )
 
 
 OURS = {"owner-adamw": "`owner_adamw`", "owner-lion": "`owner_lion`", "vote": "`lion_cub`"}
 EXCHANGES = {
-    "adamw-micro-4": "4 micro-steps of AdamW", "vote-micro-4": "of `lion_cub`",
-    "local-8-coded": "8 local steps",
+    "adamw-micro-4": "AdamW with 4 micro-steps", "vote-micro-4": "`lion_cub` with 4",
+    "local-8-coded": "the mean of 8 local steps",
+}  # fmt: skip
+REMEDIES = {
+    "vote-alike": "`lion_cub` at Lion's rate", "vote-2": "with 2 bits up",
+    "vote-sync-64": "with a sync every 64 steps", "vote-sync-coded": "with syncs in codes",
+    "vote-tie-0": "with ties that are 0", "vote-4": "with 4 bits up", "owner-lion": "`owner_lion`",
 }  # fmt: skip
 PARTS = {
     "1024": "1,024 steps", "reason": "why votes are behind Lion",
@@ -310,9 +322,10 @@ PARTS = {
 OCTAVE = 12**-0.5  # error of a best rate that is known to an octave, as a logarithm to base 2
 
 
-def mean_of(rows: Rows, what: str) -> float:
-    """The mean of a share over seeds and points."""
-    return statistics.fmean(x for row in rows for x in row[what])
+def mean_of(rows: Rows, what: str) -> str:
+    """The mean of a share over seeds and points, where rows have it."""
+    shares = [x for row in rows for x in row.get(what, ())]
+    return f"{statistics.fmean(shares):.2f}" if shares else ""
 
 
 def rate_over(cell: Cell, name: str) -> float | None:

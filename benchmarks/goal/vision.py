@@ -86,11 +86,7 @@ class Tables:
         """An accuracy less another, with its error."""
         runs = self.pooled(at)
         difference = runs and runs.less(name, other)
-        return (
-            f"{difference.text(1)}{', alike' * difference.within_error}"
-            if difference
-            else "not run"
-        )
+        return difference.text(1) if difference else "not run"
 
     def variants(self, base: str, names: Collection[str], settings: Mapping[str, Setting]) -> str:
         """Methods less the base, in each setting by its title; the base has its accuracy."""
