@@ -164,7 +164,8 @@ def mean_of_values(received: Inbox | Sums, context: DecideContext) -> jax.Array:
     if isinstance(received, Sums):
         return received.sums * share(received.present)
     assert context.code.decode is not None
-    values = context.code.decode(received.planes, received.scales, context.format.num_rows, False)
+    num_rows = context.format.num_rows
+    values = context.code.decode(received.planes, received.scales, num_rows, stored=False)
     participates = received.participates[:, None, None, None]
     values = jnp.where(participates > 0, values, 0)
     if kernels.for_tpu():  # XLA for TPU fuses what it computes with a reduction of one array only

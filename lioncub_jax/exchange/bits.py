@@ -18,7 +18,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -286,8 +286,10 @@ def add_codes(planes: Sequence[jax.Array]) -> list[jax.Array]:
     columns = [_terms(x[whole:]) for x in planes]
     if whole:
         groups = [x[:whole].reshape(-1, _GROUP, *x.shape[1:]) for x in planes]
-        sums = map(_terms, add_codes([jnp.moveaxis(x, 1, 0) for x in groups]))
-        columns = [[*x, *y] for x, y in zip_longest(columns, sums, fillvalue=())]
+        for k, plane in enumerate(add_codes([jnp.moveaxis(x, 1, 0) for x in groups])):
+            if k == len(columns):
+                columns.append([])
+            columns[k] += _terms(plane)
     return [x[0] for x in _carry_save(columns, sum_bits(num_workers, len(planes)))]
 
 
@@ -512,5 +514,5 @@ def _hashed(first_word: jax.Array | int, words: int, seed: jax.Array) -> jax.Arr
     return mix(index ^ seed)
 
 
-def _seed(num_steps: Any, salt: int) -> jax.Array:
+def _seed(num_steps: jax.Array | int, salt: int) -> jax.Array:
     return mix(jnp.asarray(num_steps, jnp.uint32) + jnp.uint32(salt))

@@ -56,7 +56,9 @@ class DecideContext(NamedTuple):
 class Decision:
     """The decision on a chunk of rows: pure functions of what workers sent, and of the owner's state.
 
-    A subclass is a pytree of its numbers (`arguments.part`), since they may be traced arrays.
+    A subclass has `code_of`, `decide`, `decode`, `reply_size` and `local_update`; with ``has_state`` also
+    `init` and `decide_locally`. It has no collectives: the wire has them. It is a pytree of its numbers
+    (`arguments.part`), since they may be traced arrays.
 
     Example:
       >>> from lioncub_jax import decide, quantize
@@ -78,13 +80,23 @@ class Decision:
     def decide(
         self, received: Inbox | Sums, context: DecideContext, state: optax.OptState
     ) -> tuple[Reply, optax.OptState]:
-        """The reply about some chunks, and the next state."""
+        """The reply about the chunks of ``context``, and the next state.
+
+        Args:
+          received: messages of all workers; ``Sums`` from a wire that adds.
+          context: the chunks: one, or all W if the wire is not ``sharded``.
+          state: the owner's, as `init` makes it; () without ``has_state``.
+
+        Returns:
+          A reply of the size that `reply_size` says, whose ``stats`` have ``received.present``; the next
+          state, unchanged if no worker is present, but for counters.
+        """
         raise NotImplementedError
 
     def decode(
         self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
     ) -> jax.Array:
-        """The update ``[chunks, rows, 128]`` of a reply."""
+        """The update ``[chunks, rows, 128]`` of a reply; whatever an owner sends, finite."""
         raise NotImplementedError
 
     def reply_size(self, code: Code, num_rows: int, num_workers: int) -> Size:

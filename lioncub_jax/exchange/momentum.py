@@ -35,11 +35,11 @@ class MomentumRule:
         """``mu`` of each parameter before the first step; None for each if nothing is kept."""
         raise NotImplementedError
 
-    def interpolate(self, g: jax.Array, mu: Any) -> jax.Array:
-        """The direction ``c`` of one leaf."""
+    def interpolate(self, g: jax.Array, mu: jax.Array) -> jax.Array:
+        """The direction ``c`` of one leaf; ``mu`` is None where nothing is kept."""
         raise NotImplementedError
 
-    def update(self, g: jax.Array, mu: Any) -> Any:
+    def update(self, g: jax.Array, mu: jax.Array) -> jax.Array:
         """The next ``mu`` of one leaf, before it is rounded to the dtype of ``mu``."""
         raise NotImplementedError
 
@@ -52,12 +52,12 @@ class NoMomentum(MomentumRule):
         """None for each parameter."""
         return jax.tree.map(lambda p: None, params)
 
-    def interpolate(self, g: jax.Array, mu: Any) -> jax.Array:
+    def interpolate(self, g: jax.Array, mu: jax.Array) -> jax.Array:
         """``g``."""
         return g
 
-    def update(self, g: jax.Array, mu: Any) -> Any:
-        """None, as before."""
+    def update(self, g: jax.Array, mu: jax.Array) -> jax.Array:
+        """``mu``, as before."""
         return mu
 
 
@@ -80,11 +80,11 @@ class Blend(MomentumRule):
         """Zeros like the parameters."""
         return optax.tree.zeros_like(params, dtype=self.mu_dtype)
 
-    def interpolate(self, g: jax.Array, mu: Any) -> jax.Array:
+    def interpolate(self, g: jax.Array, mu: jax.Array) -> jax.Array:
         """``b1 mu + (1 - b1) g``."""
         return _mixed(self.b1, mu, g)
 
-    def update(self, g: jax.Array, mu: Any) -> Any:
+    def update(self, g: jax.Array, mu: jax.Array) -> jax.Array:
         """``b2 mu + (1 - b2) g``."""
         return _mixed(self.b2, mu, g)
 

@@ -354,7 +354,7 @@ def next_error(
     exact = at_least_float32(plus_error(c, e))
     scales = message.scales.reshape(bucket.layout.packed_chunks, -1)
     planes = [plane.reshape(len(scales), -1) for plane in message.planes]
-    rows = code.decode(planes, scales, scales.shape[1], True)
+    rows = code.decode(planes, scales, scales.shape[1], stored=True)
     if code.rotates:
         rows = rotation.undone(rows, plan.num_steps)
     error = exact - layout.rows_to_piece(rows, x.piece).astype(exact.dtype)

@@ -106,8 +106,8 @@ class Code(NamedTuple):
       max_code: ``num_workers -> largest code``; raises ``ValueError`` if the sum over so many workers does
         not fit.
       encode: ``(float32[rows, 128], EncodeContext) -> Message``.
-      decode: ``(planes, scales, num_rows, stored) -> float32[..., rows, 128]`` of planes ``[..., words]``
-        and scales ``[..., rows]``; ``stored`` for results that are reshaped to leaves. None for votes.
+      decode: ``(planes, scales, num_rows, stored=) -> float32[..., rows, 128]`` of planes ``[..., words]``
+        and scales ``[..., rows]``; ``stored=True`` if the result is reshaped to leaves. None for votes.
       midtread: the middle code is zero.
       dense: dtype of values that travel as they are, without codes; else None.
       rounding: stochastic, or None for the nearest code.
@@ -119,7 +119,7 @@ class Code(NamedTuple):
 
     max_code: Callable[[int], int]
     encode: Callable[[jax.Array, EncodeContext], Message]
-    decode: Callable[[Sequence[jax.Array], jax.Array | None, int, bool], jax.Array] | None = None
+    decode: Callable[..., jax.Array] | None = None
     midtread: bool = False
     dense: np.dtype | None = None
     rounding: Rounding | None = None

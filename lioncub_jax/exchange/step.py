@@ -2,32 +2,33 @@
 
 Worker i of W holds a gradient ``g_i``, a momentum ``mu_i`` and, with error feedback, the error ``e_i`` of
 its earlier codes. Its leaves lie in rows of 128 elements, and the rows are cut into W *chunks*. Worker j is
-the *owner* of chunk j, as of a shard of the optimizer's state in ZeRO-1. It may hold a state ``s_j``, and
-the error ``f_j`` of its earlier replies.
+the *owner* of chunk j, as of a shard of the optimizer's state in ZeRO-1. It may hold a state ``s_j`` and
+the error ``f_j`` of its earlier replies. ``Q`` is the worker's code, and ``R`` the code of the replies.
 
-    interpolate  c_i = b1 mu_i + (1 - b1) g_i           worker i            momentum.py
-    encode       q_i = Q(c_i + e_i)                                         quantize.py
-    collect      all-to-all: chunk j of q_i to owner j                      wires.py
-    decide       u_j, s_j = decide(q_1, ..., q_W; s_j)  owner j             votes.py, at_owner.py
-                 r_j = R(u_j + f_j)                                         votes.py, at_owner.py
-                 f_j = u_j + f_j - dequantize(r_j)                          at_owner.py
-    publish      all-gather of r_j                                          wires.py
-    decode       u = dequantize(r_1, ..., r_W)          same on all workers votes.py, at_owner.py
-    remember     e_i = keep (c_i + e_i - dequantize(q_i))  worker i         pieces.py
-                 mu_i = b2 mu_i + (1 - b2) g_i                              momentum.py
+    interpolate  c_i = b1 mu_i + (1 - b1) g_i              worker i            momentum.py
+    encode       q_i = Q(c_i + e_i)                                            quantize.py
+    collect      all-to-all: chunk j of q_i to owner j                         wires.py
+    decide       u_j, s_j = decide(q_1, ..., q_W; s_j)     owner j             votes.py, at_owner.py
+                 r_j = R(u_j + f_j)                                            votes.py, at_owner.py
+                 f_j = u_j + f_j - dequantize(r_j)                             at_owner.py
+    publish      all-gather of r_j                                             wires.py
+    decode       u = dequantize(r_1, ..., r_W)             every worker        votes.py, at_owner.py
+    remember     e_i = keep (c_i + e_i - dequantize(q_i))  worker i            pieces.py
+                 mu_i = b2 mu_i + (1 - b2) g_i                                 momentum.py
 
-Q and R have codes ``0..max_code``; ``keep`` is at most 1. Votes: ``u_j = sign(sum_i v_i)`` of signed codes
-``v_i = 2 q_i - max_code``, and R sends this sign. An optimizer ``tx`` at the owners: ``u_j, s_j = tx(mean_i
-dequantize(q_i); s_j)``, and R has two bits by default. A later transform of the chain multiplies ``u`` by
-the negative learning rate, as after ``optax.scale_by_lion``.
+Codes lie in ``0..max_code``, and ``keep`` is at most 1. A majority of votes: ``u_j = sign(sum_i v_i)`` of
+signed codes ``v_i = 2 q_i - max_code``; r_j is this sign, and there is no f_j. An optimizer ``tx`` at the
+owners: ``u_j, s_j = tx(mean_i dequantize(q_i); s_j)``, and R has two bits by default. A later transform of
+the chain multiplies ``u`` by the negative learning rate, as after ``optax.scale_by_lion``.
 
-With the two-phase wire and n rows in a bucket, the arrays are (``pieces.py``, ``message.py``):
+Arrays for a bucket of n rows, with the two-phase wire; one word has a bit of 32 elements (`message`):
 
-    message    for each bit of a code uint32[4 n]; scales bfloat16[n], or one bit for each row with a vote
-    received   the same about chunk j from every worker: uint32[W, 1, 4 n / W]; scales float32[W, 1, n / W]
-    reply      for each bit of a reply uint32[1, 4 n / W]; of a row a scale or 1 bit; statistics
-    replies    the same of all owners: uint32[W, 4 n / W]
-    decoded    for each piece [1, rows, 128], int32 or float32
+                 each bit of the codes    of each row
+    message      uint32[4 n]              scale, bfloat16[n]; of votes one bit, 1 where the worker votes
+    received     uint32[W, 1, 4 n / W]    the same of all workers; scales as float32[W, 1, n / W]
+    reply        uint32[1, 4 n / W]       scale, or one bit: 0 where the row does not move; packed
+    replies      uint32[W, 4 n / W]       the same of all owners
+    decoded      for each piece of the bucket ``u``, int32 or float32[1, rows, 128]
 
 With other wires every worker decides on all chunks: ``received`` has W in place of 1, or is a sum.
 
@@ -36,10 +37,10 @@ of its own: a large leaf, or all small leaves joined. A worker with a value that
 casts no vote, and its mu_i and e_i stay. It abstains from all buckets; with ``bucket_size`` only from those
 with such a value.
 
-A worker whose model is sharded over inner mesh axes takes this step on each device, for its shards of the
-leaves; `encode` and `participation` then also communicate inside the worker. A worker may also be a group
-of devices: a reduce-scatter has given each the group's mean gradient of one part of the parameters, that
-part is its leaves here, and `publish` gathers the replies of the whole group. A worker alone sends nothing:
+A worker may be sharded over inner mesh axes: each device takes this step with its shards of the leaves, and
+`encode` and `participation` also communicate inside the worker. A worker may be a group of devices: each
+was given the group's mean gradient of one part of the parameters by a reduce-scatter, this part is its
+leaves here, and `publish` gathers the replies of the whole group. A worker alone sends nothing:
 `transform.take_step` runs `single.single_worker_step` instead.
 """
 
@@ -160,6 +161,7 @@ def step(
             updates |= split_update(plan, x.piece, u)
             with jax.named_scope("lioncub.remember"):
                 new_error = next_error(code, plan, bucket, x, piece_message)
+                # A sync in codes has an error too, and keeps it in the momentum.
                 if x.error is not None and new_error is not None:
                     error |= store(plan, x.piece, x.error, new_error, state.error, participates[k])
                 if x.momentum is not None:

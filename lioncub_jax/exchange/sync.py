@@ -7,7 +7,6 @@ a `step` whose gradient is the momentum.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +33,7 @@ __all__ = ["Schedule", "SyncState", "coded", "every", "first", "sync_momentum", 
 
 
 class Schedule(NamedTuple):
-    """Steps at which a sync is due; steps count from 1.
+    """Steps at which a sync is due, and the code in which momenta travel then; steps count from 1.
 
     A named tuple and not a bare function, because ``optax.inject_hyperparams`` would call a function.
 
@@ -279,21 +278,21 @@ def _mean_if(
 
     def mean(mu: optax.Params, drift: optax.Updates) -> tuple[optax.Params, optax.Updates]:
         del drift
-        square = partial(_square, axis=axis)
+
+        def square(x: jax.Array) -> jax.Array:
+            """The sum of squares of a whole leaf, of which each device of a worker has a part."""
+            x = jnp.abs(x.astype(common_dtype(x, jnp.float32)))
+            return axes.sum_over_shards(jnp.sum(jnp.square(x)), axis)
+
         means, squares = wires.mean_over_workers((mu, jax.tree.map(square, mu)), axis)
-        shares = jax.tree.map(_variance_share, jax.tree.map(square, means), squares)
+        squares_of_means = jax.tree.map(square, means)
+        shares = jax.tree.map(_variance_share, squares_of_means, squares)
         return axes.varying(means, axis), shares
 
     both = mu, drift  # None stands for those that are left out
     picked = jax.tree.map(lambda x, pick: x if pick else None, both, (mask, mask))
     new = lax.cond(due, mean, lambda *same: same, *picked)
     return jax.tree.map(lambda x, y: x if y is None else y, both, new)
-
-
-def _square(x: jax.Array, axis: Axes) -> jax.Array:
-    """The sum of squares of a whole leaf, of which each device of a worker has a part."""
-    x = jnp.abs(x.astype(common_dtype(x, jnp.float32)))
-    return axes.sum_over_shards(jnp.sum(jnp.square(x)), axis)
 
 
 def _variance_share(of_mean: jax.Array, mean: jax.Array) -> jax.Array:

@@ -388,10 +388,10 @@ def take_step(
 ) -> tuple[optax.Updates, CommunicateState]:
     """Takes a step of a worker: gradients to updates, in a group by the chunks of its devices."""
     tree: Any
-    grads, tree = jax.tree.flatten(updates)
-    leaves, group, shared = grads, exchange.group, plan.group_buckets
+    leaves, tree = jax.tree.flatten(updates)
+    grads, group, shared = leaves, exchange.group, plan.group_buckets
     if group:
-        leaves = [wires.mean_chunk(layout.join_bucket(grads, x), group) for x in shared]
+        grads = [wires.mean_chunk(layout.join_bucket(leaves, x), group) for x in shared]
         layout.check_order([*state.mu, *state.error], [*shared, *shared])
         kept = WorkerState([x.value for x in state.mu], [x.value for x in state.error])
     else:
@@ -403,7 +403,7 @@ def take_step(
         owner_states = [x.value for x in state.owner]
 
     run = single_worker_step if plan.num_workers == 1 else step
-    result = run(exchange, plan, leaves, kept, owner_states, abstain)
+    result = run(exchange, plan, grads, kept, owner_states, abstain)
 
     new, (mu, error) = result.updates, result.state
     if group:
@@ -411,10 +411,10 @@ def take_step(
         state = state._replace(mu=flats(mu, shared), error=flats(error, shared))
     else:
         state = state._replace(mu=tree.unflatten(mu), error=tree.unflatten(error))
-    state = next_state(exchange, plan, state, result, grads)
-    for i, g in enumerate(grads):
-        grads[i] = new[i].astype(g.dtype) if i in new else jnp.zeros(g.shape, g.dtype)
-    return tree.unflatten(grads), state
+    state = next_state(exchange, plan, state, result, leaves)
+    for i, g in enumerate(leaves):
+        leaves[i] = new[i].astype(g.dtype) if i in new else jnp.zeros(g.shape, g.dtype)
+    return tree.unflatten(leaves), state
 
 
 def next_state(
@@ -455,12 +455,13 @@ def count_votes(
     copies = present if plan.abstains_per_bucket else present[:1]
     sums = axes.total_over_shards(totals, copies, exchange.axis)
     num_present = sums[-len(copies) :].astype(jnp.int32)
-    if stats[0].pairs:
-        unlike, pairs = [x.astype(jnp.float32) * 2.0**pair for x in sums[1:3]]
-        votes = votes._replace(unlike=unlike, pairs=pairs)
+    ties, *pairs = sums[: -len(copies)]
+    if pairs:
+        unlike, total = [x.astype(jnp.float32) * 2.0**pair for x in pairs]
+        votes = votes._replace(unlike=unlike, pairs=total)
     abstained = plan.num_workers - jnp.min(num_present)
     votes = votes._replace(
-        ties=jnp.minimum(sums[0].astype(jnp.float32) * 2**tie, jnp.float32(size)),
+        ties=jnp.minimum(ties.astype(jnp.float32) * 2**tie, jnp.float32(size)),
         abstained=abstained,
         abstentions=bits.add_count(abstentions, abstained),
     )

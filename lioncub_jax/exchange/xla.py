@@ -32,7 +32,7 @@ def reduced(
     return list(lax.reduce(list(arrays), zeros, all_of, (axis,)))
 
 
-def runtime_constants(numbers: Sequence[int], num_steps: Any) -> list[jax.Array]:
+def runtime_constants(numbers: Sequence[int], num_steps: jax.Array) -> list[jax.Array]:
     """``uint32[]`` each: the numbers, as values that XLA cannot fold into a kernel.
 
     XLA compiles one kernel for each different computation. Kernels of two leaves of one shape differ only
