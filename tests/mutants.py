@@ -128,6 +128,10 @@ MUTANTS = r"""
 - tied &= bits.pack(context.real())[0]
 + pass
 
+= an average of codes with a zero divides by workers that abstain, too
+- ((counted.present >> k) & 1)
++ ((jnp.uint32(fmt.num_workers) >> k) & 1)
+
 # exchange/at_owner.py: reference optimizer quantize contract
 = momentum at the owner fades although nobody came
 - jnp.isfinite(mean) & (present > 0)
@@ -178,6 +182,11 @@ MUTANTS = r"""
 = a zero takes the side that is the coin of its tie
 - _seed(num_steps, _ZEROS)
 + _seed(num_steps, _TIES)
+
+# exchange/votes.py: liars
+= a worker that says that it abstains has a vote in an average
+- plane | ~mask if zero >> k & 1 else plane & mask
++ plane
 
 # exchange/message.py: liars
 = who takes part is added up as it comes
@@ -255,8 +264,8 @@ MUTANTS = r"""
 + flag.shape != ()
 
 = a misspelt keyword is anybody's
-- cutoff=0.7
-+ cutoff=1.0
+- if name.startswith("abst"):
++ if name == "abstain":
 
 = a local optimizer among several workers is warned of
 - mesh.size > 1 and not mesh.manual_axes

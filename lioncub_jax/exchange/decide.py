@@ -7,10 +7,11 @@ Each worker is the *owner* of one chunk of the rows, as it is of a shard of the 
 | ``majority()`` | ``u = sign(sum_i v_i)``, a tie is a fair bit | 1 bit | "MaVo", Distributed Lion |
 | ``ternary()`` | ``u = sign(sum_i v_i)``, a tie is 0 | 2 bits | the same, to the letter |
 | ``average()`` | ``u = sum_i v_i / (n max_code)`` | planes of the sum | "Avg", Distributed Lion |
-| ``at_owner(tx)`` | ``u, s = tx(mean_i dequantize(q_i), s)`` | ``u`` as sign, float32 or codes | ours |
+| ``at_owner(tx)`` | ``u, s = tx(mean_i dequantize(q_i), s)`` | 1 to 8 bits or float32 | ours |
 
 `decision` has what a decision is given and returns, `votes` counts, and `at_owner` runs an optimizer. This
-file names what users call.
+file names what users call. `sign` and `ternary` have the names of quantizers because they send the same: a
+sign in one bit, and -1, 0 or +1 in two.
 """
 
 from lioncub_jax.exchange.at_owner import OwnerState, ReplyCodec, at_owner, codes, sign, values
