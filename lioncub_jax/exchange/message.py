@@ -272,11 +272,10 @@ def concatenate(
 ) -> jax.Array:
     """Concatenates parts to ``uint32[chunks, words]``; a single number may be the same for all chunks."""
     row_words = 0 if row_data is None else row_data.size // chunks
-    given = len(planes), len(numbers), row_words
-    if given != (size.planes, size.numbers, size.row_words):
+    if (len(planes), len(numbers), row_words) != (size.planes, size.numbers, size.row_words):
         raise ValueError(
-            "a message or reply has {} planes, {} numbers and {} words of rows, ".format(*given)
-            + f"and its size says {size.planes}, {size.numbers} and {size.row_words}: give what "
+            f"a message or reply has {len(planes)} planes, {len(numbers)} numbers and {row_words} words of "
+            f"rows, and its size says {size.planes}, {size.numbers} and {size.row_words}: give what "
             "Decision.reply_size or the Code says (numbers of a reply: ties, present, and two for pairs)"
         )
     parts = [*planes]

@@ -136,18 +136,18 @@ def step(
     )  # fmt: skip
 
     # All buckets are encoded before one is sent: a NaN in the last may keep this worker out of the first.
-    inputs, messages = [], []  # of each bucket, for each piece
+    inputs, piece_messages = [], []  # of each bucket, for each piece
     for bucket in plan.buckets:
         inputs.append([interpolate(rule, piece, grads, state) for piece in bucket.pieces])
-        messages.append(encode(code, plan, bucket, inputs[-1]))
-    participates = participation(plan, messages, abstain)
+        piece_messages.append(encode(code, plan, bucket, inputs[-1]))
+    participates = participation(plan, piece_messages, abstain)
 
     updates: dict[int, jax.Array] = {}
     mu: dict[int, jax.Array] = {}
     error: dict[int, jax.Array] = {}
     new_owner_states, stats = [], []
     for k, bucket in enumerate(plan.buckets):
-        message = join(messages[k], bucket.format, participates[k])
+        message = join(piece_messages[k], bucket.format, participates[k])
         received = collect(wire, message, bucket.format, exchange.axis)
         with jax.named_scope("lioncub.decide"):
             context = decide_context(code, plan, bucket, wire.sharded)
@@ -157,11 +157,11 @@ def step(
         stats.append(replies.stats)
 
         decoded = decode(decision, plan, bucket, replies)
-        for x, piece_message, u in zip(inputs[k], messages[k], decoded, strict=True):
+        for x, piece_message, u in zip(inputs[k], piece_messages[k], decoded, strict=True):
             updates |= split_update(plan, x.piece, u)
             with jax.named_scope("lioncub.remember"):
                 new_error = next_error(code, plan, bucket, x, piece_message)
-                # A sync in codes has an error too, and keeps it in the momentum.
+                # A sync in codes keeps no error apart from mu, which becomes u + e.
                 if x.error is not None and new_error is not None:
                     error |= store(plan, x.piece, x.error, new_error, state.error, participates[k])
                 if x.momentum is not None:
