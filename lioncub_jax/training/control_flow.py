@@ -25,10 +25,16 @@ def has_branches(jaxpr: Jaxpr) -> bool:
 
     Without one, types say all, and `differing` need not be called.
     """
-    for eqn in jaxpr.eqns:
-        inner = jaxprs_in(eqn)
-        if eqn.primitive.name in ("cond", "while") or any(has_branches(one) for one in inner):
-            return True
+    jaxprs = [jaxpr]  # a loop and not `jaxprs_in`: each step that is traced pays for it
+    while jaxprs:
+        for eqn in jaxprs.pop().eqns:
+            if eqn.primitive.name in ("cond", "while"):
+                return True
+            for value in eqn.params.values():
+                inner = value if isinstance(value, (tuple, list)) else (value,)
+                for x in inner:
+                    if isinstance(x, (Jaxpr, ClosedJaxpr)):
+                        jaxprs.append(x.jaxpr if isinstance(x, ClosedJaxpr) else x)
     return False
 
 
