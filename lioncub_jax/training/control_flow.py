@@ -126,13 +126,18 @@ def _plain(eqn: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
 def communicates(jaxpr: Jaxpr, over: Axes) -> bool:
     """True where workers send anything in a traced jaxpr."""
     for eqn in jaxpr.eqns:
-        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         sends = eqn.primitive.name not in _SEND_NOTHING
-        if sends and not set(over).isdisjoint(axes.names(named)):
+        if sends and not set(over).isdisjoint(named_axes(eqn)):
             return True
         if any(communicates(one, over) for one in jaxprs_in(eqn)):
             return True
     return False
+
+
+def named_axes(eqn: JaxprEqn) -> Axes:
+    """The mesh axes that an operation names."""
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(n for n in axes.names(named) if isinstance(n, str))
 
 
 def without_casts(closed: ClosedJaxpr, args: Sequence[Any], results: Sequence[int]) -> list[Any]:
