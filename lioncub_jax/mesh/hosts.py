@@ -27,6 +27,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 from lioncub_jax.mesh.placement import Workers, device_ids
 from lioncub_jax.mesh.specs import axes_of, product
@@ -122,7 +123,7 @@ def end_on_error() -> Iterator[None]:
         os._exit(1)
 
 
-def gathered(x: Any) -> np.ndarray:
+def gathered(x: ArrayLike) -> np.ndarray:
     """The arrays of all processes, in their order; all must call it, with arrays of one type."""
     devices = Counter(device.process_index for device in jax.devices())
     if len({*devices.values()}) > 1:
@@ -278,11 +279,11 @@ def check_same_step(lowered: jax.stages.Lowered, **arguments: Any) -> None:
             scalars[name] = x
     program = lowered.as_text().splitlines()
     collectives = [match for line in program if (match := _COLLECTIVE.search(line))]
-    shardings = [getattr(x, "sharding", None) for x in leaves.values()]
-    shardings = [x for x in shardings if isinstance(getattr(x, "mesh", None), jax.sharding.Mesh)]
+    meshes = [getattr(getattr(x, "sharding", None), "mesh", None) for x in leaves.values()]
+    devices = [str(device_ids(x)) for x in meshes if isinstance(x, jax.sharding.Mesh)]
     _check_same_lines({
         "versions": [f"jax {jax.__version__}, lioncub_jax {version('lioncub_jax')}"],
-        "devices of the mesh": [*dict.fromkeys(str(device_ids(x.mesh)) for x in shardings)],
+        "devices of the mesh": [*dict.fromkeys(devices)],
         "arguments": [f"{name}: {jax.typeof(x)}" for name, x in leaves.items()],
         "scalars": [f"{name} = {np.asarray(key_words(x)).tolist()}" for name, x in scalars.items()],
         "collectives": [f"{x[1]} {x[2] or ''}" for x in collectives],

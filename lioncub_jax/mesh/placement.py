@@ -322,7 +322,7 @@ def check_alive(name: str, tree: Any) -> None:
             )
 
 
-def device_ids(mesh: Mesh) -> list[int]:
+def device_ids(mesh: Mesh | AbstractMesh) -> list[int]:
     """The numbers of the devices of a mesh, in its order."""
     return [device.id for device in mesh.devices.flat]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from lioncub_jax.exchange.traced import jaxprs_in
 from lioncub_jax.mesh import axes
@@ -56,13 +56,13 @@ def differing(jaxpr: Jaxpr, over: Axes, given: Sequence[bool]) -> list[bool]:
     return _read(known, jaxpr.outvars)
 
 
-def varies(x: Any, over: Axes) -> bool:
+def varies(x: Var | Literal, over: Axes) -> bool:
     """True for an array of a traced program that varies over some of the axes, by its type."""
     kind = getattr(x.aval, "manual_axis_type", None)
     return kind is not None and not kind.varying.isdisjoint(over)
 
 
-def _read(known: dict[Any, bool], arrays: Iterable[Any]) -> list[bool]:
+def _read(known: dict[Var, bool], arrays: Iterable[Var | Literal]) -> list[bool]:
     return [isinstance(x, Var) and known.get(x, False) for x in arrays]  # literals are the same
 
 
@@ -140,7 +140,9 @@ def named_axes(eqn: JaxprEqn) -> Axes:
     return tuple(n for n in axes.names(named) if isinstance(n, str))
 
 
-def without_casts(closed: ClosedJaxpr, args: Sequence[Any], results: Sequence[int]) -> list[Any]:
+def without_casts(
+    closed: ClosedJaxpr, args: Sequence[jax.Array], results: Sequence[int]
+) -> list[jax.Array]:
     """Results, computed without the casts that made their types vary, such as updates of frozen leaves.
 
     Args:
@@ -148,7 +150,7 @@ def without_casts(closed: ClosedJaxpr, args: Sequence[Any], results: Sequence[in
       args: what it is called with.
       results: places of results that are the same on all workers.
     """
-    jaxpr, uncast = closed.jaxpr, dict[Any, Any]()
+    jaxpr, uncast = closed.jaxpr, dict[Var, Var | Literal]()
     wanted = [jaxpr.outvars[i] for i in results]
     needed, needed_eqns, kept = {x for x in wanted if isinstance(x, Var)}, list[JaxprEqn](), []
     for eqn in reversed(jaxpr.eqns):
@@ -156,7 +158,7 @@ def without_casts(closed: ClosedJaxpr, args: Sequence[Any], results: Sequence[in
             needed.update(x for x in eqn.invars if isinstance(x, Var))
             needed_eqns.append(eqn)
 
-    def read(arrays: Iterable[Any]) -> list[Any]:
+    def read(arrays: Iterable[Var | Literal]) -> list[Var | Literal]:
         return [uncast.get(x, x) if isinstance(x, Var) else x for x in arrays]
 
     for eqn in reversed(needed_eqns):

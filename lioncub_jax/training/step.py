@@ -29,7 +29,7 @@ from lioncub_jax.mesh.placement import (
 )
 from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.training import kinds
-from lioncub_jax.training.kinds import Kind, Loss
+from lioncub_jax.training.kinds import Kind, Kinds, Loss
 from lioncub_jax.training.loss import check_closure
 from lioncub_jax.training.mapped import MappedTransform, check_layout
 from lioncub_jax.training.worker import (
@@ -80,7 +80,9 @@ class TrainStep:
     Source: this library; see `make_train_step` for an example.
     """
 
-    def __init__(self, step: Callable[..., Any], workers: Workers, batches: Batches, in_kinds: Any):
+    def __init__(
+        self, step: Callable[..., Any], workers: Workers, batches: Batches, in_kinds: Kinds
+    ):
         self.traces, self._step, self._workers = 0, step, workers
         self._batches, self._in_kinds = batches, in_kinds
         self._bounded = workers.mesh.devices.flat[0].platform == "cpu"
@@ -175,7 +177,7 @@ def make_train_step(
     workers: Workers,
     *,
     batch_spec: P | None = None,
-    in_kinds: Any = None,
+    in_kinds: Kinds = None,
     accumulate: int = 1,
     local_steps: int = 1,
     local: optax.GradientTransformation | None = None,
