@@ -727,7 +727,7 @@ MUTANTS = r"""
 + times
 
 = a collective that nobody knows is passed over
-- if name not in _QUIET and _axes_of(step):
+- if name not in _QUIET and named_axes(step):
 + if False:
 
 = a mean in bfloat16 is widened on every platform

@@ -23,7 +23,7 @@ def as_tpu(monkeypatch):
 
     def choose(yes):
         monkeypatch.setattr(kernels, "pack_tiles", pack)
-        monkeypatch.setattr(kernels, "for_tpu", lambda mesh=None: yes)
+        monkeypatch.setattr(kernels, "for_tpu", lambda: yes)
 
     return choose
 
@@ -83,10 +83,10 @@ def test_a_step_as_a_tpu_takes_it_is_the_step(run_workers, as_tpu, method):
 
 
 def test_only_meshes_of_tpus_have_their_kernels(mesh_of):
-    assert not kernels.for_tpu() and not kernels.for_tpu(mesh_of(2))
+    with jax.sharding.use_abstract_mesh(mesh_of(2).abstract_mesh):
+        assert not kernels.for_tpu()
     device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
     mesh = jax.sharding.AbstractMesh((2,), ("data",), abstract_device=device)
-    assert kernels.for_tpu(mesh)
     with jax.sharding.use_abstract_mesh(mesh):
         assert kernels.for_tpu()
 

@@ -19,6 +19,7 @@ from lioncub_jax.exchange.traced import jaxprs_in
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.placement import Workers, check_workers
 from lioncub_jax.mesh.specs import Specs, product, shard_shape
+from lioncub_jax.training.control_flow import named_axes
 from lioncub_jax.training.mapped import on_mesh
 from lioncub_jax.training.modules import check_split
 
@@ -140,8 +141,8 @@ def _ways(program: Jaxpr, workers: Workers, times: int = 1) -> list[list[Collect
                 for way in ways:
                     way.append(one)
             continue
-        if name not in _QUIET and _axes_of(step):
-            raise ValueError(f"the traced update has a {name} over {_axes_of(step)}: {_UNKNOWN}")
+        if name not in _QUIET and named_axes(step):
+            raise ValueError(f"the traced update has a {name} over {named_axes(step)}: {_UNKNOWN}")
         if name == "cond" and isinstance(step.invars[0], Literal):
             inner = [inner[step.invars[0].val]]  # XLA drops the others
         turns = times * step.params["length"] if name == "scan" else times
@@ -167,7 +168,7 @@ def _sum_bytes(way: list[Collective], workers: Workers, *, between: bool) -> flo
 
 def _collective(op: str, step: JaxprEqn, workers: Workers, times: int) -> Collective:
     mesh = workers.mesh.abstract_mesh
-    over, groups = _axes_of(step), step.params.get("axis_index_groups")
+    over, groups = named_axes(step), step.params.get("axis_index_groups")
     size = len(groups[0]) if groups else product(mesh.shape, over)
     device = mesh.abstract_device
     widened = op == "all-reduce" and device is not None and device.platform == "cpu"
@@ -183,12 +184,6 @@ _UNKNOWN = (
     "nobody knows here how often or what it sends; read the bytes of the compiled program, "
     "lioncub_jax.audit.collectives(compiled, mesh)"
 )
-
-
-def _axes_of(step: JaxprEqn) -> tuple[str, ...]:
-    """The mesh axes that an operation names."""
-    named = step.params.get("axes", step.params.get("axis_name", ()))
-    return tuple(n for n in axes.names(named) if isinstance(n, str))
 
 
 def _hlo_name(dtype: np.dtype) -> str:

@@ -128,7 +128,7 @@ def check_votes(compiled: jax.stages.Compiled | str) -> str:
     return report(program)
 
 
-def look(name: str, texts: list[str], votes: bool = True) -> None:
+def look(name: str, texts: list[str], votes: bool) -> None:
     """Reads what was compiled of a function that votes, or of one of its name.
 
     Args:

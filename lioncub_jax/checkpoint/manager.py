@@ -135,7 +135,7 @@ class Checkpoints:
     def save(
         self,
         state: Any,
-        data: Any = None,
+        data: object = None,
         wait: bool = False,
         *,
         step: int | None = None,
@@ -545,7 +545,7 @@ def check_rule(on_resize: str) -> None:
         raise ValueError(f"on_resize={on_resize!r}: give one of {', '.join(map(repr, RULES))}")
 
 
-def as_json(data: Any) -> Any:
+def as_json(data: object) -> Any:
     """Data as JSON gives it back; raises ``TypeError`` for what it cannot hold."""
     try:
         return json.loads(json.dumps(data))

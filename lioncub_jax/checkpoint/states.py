@@ -19,7 +19,7 @@ from lioncub_jax.mesh.placement import Workers, worker_axes
 NUMBERS = bool, int, float, complex, np.generic, np.ndarray
 
 
-def step_of(state: Any, given: Any) -> int:
+def step_of(state: Any, given: int | None) -> int:
     """The step that a state is saved under: the one given, or that of the state.
 
     Raises:
@@ -110,7 +110,7 @@ def placed_like(like: Any, arrays: Mapping[str, jax.Array]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), placed)
 
 
-def _lies_on_a_mesh(x: Any) -> bool:
+def _lies_on_a_mesh(x: object) -> bool:
     return isinstance(getattr(x, "sharding", None), NamedSharding)
 
 

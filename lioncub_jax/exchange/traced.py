@@ -19,12 +19,9 @@ _MIXING = re.compile(
 
 def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:
     """The jaxprs among the parameters of an equation."""
-    jaxprs = []  # each step that is traced asks for all: no function is called for a parameter
-    for value in eqn.params.values():
-        for x in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(x, (Jaxpr, ClosedJaxpr)):
-                jaxprs.append(x.jaxpr if isinstance(x, ClosedJaxpr) else x)
-    return jaxprs
+    kinds = Jaxpr | ClosedJaxpr
+    params = jax.tree.leaves(eqn.params, is_leaf=lambda x: isinstance(x, kinds))
+    return [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in params if isinstance(x, kinds)]
 
 
 def check_elementwise(tx: optax.GradientTransformation, rows: jax.Array, state: Any) -> None:

@@ -27,8 +27,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
-from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.placement import Workers, device_ids
 from lioncub_jax.mesh.specs import axes_of, product
 
 Result = TypeVar("Result")
@@ -122,7 +123,7 @@ def end_on_error() -> Iterator[None]:
         os._exit(1)
 
 
-def gathered(x: Any) -> np.ndarray:
+def gathered(x: ArrayLike) -> np.ndarray:
     """The arrays of all processes, in their order; all must call it, with arrays of one type."""
     devices = Counter(device.process_index for device in jax.devices())
     if len({*devices.values()}) > 1:
@@ -225,7 +226,7 @@ def check_same(call: str, tree: Any, sharding: NamedSharding) -> None:
     if sharding.is_fully_addressable:
         return
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    own = {"mesh": str(device_ids(sharding))}
+    own = {"mesh": str(device_ids(sharding.mesh))}
     for path, x in leaves:
         if is_process_local(x, sharding):
             own[jax.tree_util.keystr(path)] = f"{jnp.result_type(x)}, checksum {crc(x)}"
@@ -237,11 +238,6 @@ def check_same(call: str, tree: Any, sharding: NamedSharding) -> None:
                 f"{call}: {path} differs between processes 0 and {other} ({both}): all workers start from "
                 "the same; give each process the same mesh and seed, or read the same checkpoint"
             )
-
-
-def device_ids(sharding: Any) -> list[int]:
-    """The numbers of the devices of a mesh, in its order."""
-    return [device.id for device in sharding.mesh.devices.flat]
 
 
 def crc(x: Any) -> int:
@@ -283,11 +279,11 @@ def check_same_step(lowered: jax.stages.Lowered, **arguments: Any) -> None:
             scalars[name] = x
     program = lowered.as_text().splitlines()
     collectives = [match for line in program if (match := _COLLECTIVE.search(line))]
-    shardings = [getattr(x, "sharding", None) for x in leaves.values()]
-    shardings = [x for x in shardings if isinstance(getattr(x, "mesh", None), jax.sharding.Mesh)]
+    meshes = [getattr(getattr(x, "sharding", None), "mesh", None) for x in leaves.values()]
+    devices = [str(device_ids(x)) for x in meshes if isinstance(x, jax.sharding.Mesh)]
     _check_same_lines({
         "versions": [f"jax {jax.__version__}, lioncub_jax {version('lioncub_jax')}"],
-        "devices of the mesh": [*dict.fromkeys(str(device_ids(sharding)) for sharding in shardings)],
+        "devices of the mesh": [*dict.fromkeys(devices)],
         "arguments": [f"{name}: {jax.typeof(x)}" for name, x in leaves.items()],
         "scalars": [f"{name} = {np.asarray(key_words(x)).tolist()}" for name, x in scalars.items()],
         "collectives": [f"{x[1]} {x[2] or ''}" for x in collectives],

@@ -30,10 +30,9 @@ _BLOCKS = (
 )
 
 
-def for_tpu(mesh: Any = None) -> bool:
-    """True for programs of TPUs: those that are traced here, or those of a mesh."""
-    abstract = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
-    device = abstract.abstract_device
+def for_tpu() -> bool:
+    """True where a program of TPUs is traced."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and device.platform == "tpu"
 
 

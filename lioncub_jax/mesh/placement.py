@@ -9,7 +9,7 @@ inner axes are *explicit*: the type of every array says how it is cut.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,18 +34,13 @@ from lioncub_jax.mesh.specs import (
 )
 
 
-def two_level_mesh(
-    group_size: int | None = None,
-    *,
-    axis_names: tuple[str, str] = ("node", "device"),
-    devices: Sequence[Any] | None = None,
-) -> Mesh:
-    """A mesh of workers that are groups of devices: ``[groups, group_size]``.
+def two_level_mesh(group_size: int | None = None) -> Mesh:
+    """A mesh of workers that are groups of devices: ``[groups, group_size]``, axes "node" and "device".
+
+    Of all devices; those of a process are neighbors in the mesh.
 
     Args:
       group_size: devices of one worker, joined by fast links; by default those of one process.
-      axis_names: of the workers, and of a worker's devices.
-      devices: all of ``jax.devices()`` by default; those of a process are neighbors in the mesh.
 
     Raises:
       ValueError: if the group size does not divide the devices, or would cut through processes.
@@ -55,8 +50,7 @@ def two_level_mesh(
       >>> dict(lc.mesh.two_level_mesh(1).shape)["device"]
       1
     """
-    devices = jax.devices() if devices is None else devices
-    ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
+    ordered = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     local = sum(d.process_index == ordered[0].process_index for d in ordered)
     size = local if group_size is None else group_size
     fits = isinstance(size, int) and size > 0 and not len(ordered) % size
@@ -67,7 +61,7 @@ def two_level_mesh(
             "no group holds a part of a process"
         )
     array = np.array(ordered).reshape(-1, size)
-    return Mesh(array, axis_names, axis_types=(AxisType.Auto,) * 2)
+    return Mesh(array, ("node", "device"), axis_types=(AxisType.Auto,) * 2)
 
 
 @jax.tree_util.register_static
@@ -136,18 +130,15 @@ class Workers:
             object.__setattr__(self, name, mesh_axes.spelled(mesh_axes.names(part)))
 
     @classmethod
-    def one_per_device(cls, axis: str = "data") -> "Workers":
-        """Workers that are one device each: all devices of all processes, on one mesh axis.
-
-        Args:
-          axis: its name.
+    def one_per_device(cls) -> "Workers":
+        """Workers that are one device each: all devices of all processes, on the mesh axis "data".
 
         Example:
           >>> import jax, lioncub_jax as lc
           >>> lc.Workers.one_per_device().count == jax.device_count()
           True
         """
-        return cls(jax.make_mesh((jax.device_count(),), (axis,), (AxisType.Auto,)), axis)
+        return cls(jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,)), "data")
 
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:
@@ -331,22 +322,26 @@ def check_alive(name: str, tree: Any) -> None:
             )
 
 
+def device_ids(mesh: Mesh | AbstractMesh) -> list[int]:
+    """The numbers of the devices of a mesh, in its order."""
+    return [device.id for device in mesh.devices.flat]
+
+
 def check_devices(workers: Workers, **trees: Any) -> None:
     """Raises ``ValueError`` for arrays that lie on the devices of another mesh than the workers'."""
     if not isinstance(workers.mesh, Mesh):  # of no devices
         return
-    own = [d.id for d in workers.mesh.devices.flat]
+    own = device_ids(workers.mesh)
     for path, x in jax.tree_util.tree_leaves_with_path(trees):
         sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
         if not isinstance(sharding, NamedSharding) or sharding.mesh is workers.mesh:
             continue
-        devices = [d.id for d in sharding.mesh.devices.flat]
-        if devices != own:
+        if device_ids(sharding.mesh) != own:
             name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
             raise ValueError(
-                f"{name} is on a mesh of devices {devices}, and the workers are on one of {own}: make one "
-                "mesh, and give lioncub_jax.Workers of it to the optimizer, init_state and "
-                "make_train_step; what lies elsewhere moves by jax.device_put"
+                f"{name} is on a mesh of devices {device_ids(sharding.mesh)}, and the workers are on one "
+                f"of {own}: make one mesh, and give lioncub_jax.Workers of it to the optimizer, init_state "
+                "and make_train_step; what lies elsewhere moves by jax.device_put"
             )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from lioncub_jax.exchange.traced import jaxprs_in
 from lioncub_jax.mesh import axes
@@ -25,10 +25,16 @@ def has_branches(jaxpr: Jaxpr) -> bool:
 
     Without one, types say all, and `differing` need not be called.
     """
-    for eqn in jaxpr.eqns:
-        inner = jaxprs_in(eqn)
-        if eqn.primitive.name in ("cond", "while") or any(has_branches(one) for one in inner):
-            return True
+    jaxprs = [jaxpr]  # a loop and not `jaxprs_in`: each step that is traced pays for it
+    while jaxprs:
+        for eqn in jaxprs.pop().eqns:
+            if eqn.primitive.name in ("cond", "while"):
+                return True
+            for value in eqn.params.values():
+                inner = value if isinstance(value, (tuple, list)) else (value,)
+                for x in inner:
+                    if isinstance(x, (Jaxpr, ClosedJaxpr)):
+                        jaxprs.append(x.jaxpr if isinstance(x, ClosedJaxpr) else x)
     return False
 
 
@@ -50,13 +56,13 @@ def differing(jaxpr: Jaxpr, over: Axes, given: Sequence[bool]) -> list[bool]:
     return _read(known, jaxpr.outvars)
 
 
-def varies(x: Any, over: Axes) -> bool:
+def varies(x: Var | Literal, over: Axes) -> bool:
     """True for an array of a traced program that varies over some of the axes, by its type."""
     kind = getattr(x.aval, "manual_axis_type", None)
     return kind is not None and not kind.varying.isdisjoint(over)
 
 
-def _read(known: dict[Any, bool], arrays: Iterable[Any]) -> list[bool]:
+def _read(known: dict[Var, bool], arrays: Iterable[Var | Literal]) -> list[bool]:
     return [isinstance(x, Var) and known.get(x, False) for x in arrays]  # literals are the same
 
 
@@ -120,16 +126,23 @@ def _plain(eqn: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
 def communicates(jaxpr: Jaxpr, over: Axes) -> bool:
     """True where workers send anything in a traced jaxpr."""
     for eqn in jaxpr.eqns:
-        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         sends = eqn.primitive.name not in _SEND_NOTHING
-        if sends and not set(over).isdisjoint(axes.names(named)):
+        if sends and not set(over).isdisjoint(named_axes(eqn)):
             return True
         if any(communicates(one, over) for one in jaxprs_in(eqn)):
             return True
     return False
 
 
-def without_casts(closed: ClosedJaxpr, args: Sequence[Any], results: Sequence[int]) -> list[Any]:
+def named_axes(eqn: JaxprEqn) -> Axes:
+    """The mesh axes that an operation names."""
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(n for n in axes.names(named) if isinstance(n, str))
+
+
+def without_casts(
+    closed: ClosedJaxpr, args: Sequence[jax.Array], results: Sequence[int]
+) -> list[jax.Array]:
     """Results, computed without the casts that made their types vary, such as updates of frozen leaves.
 
     Args:
@@ -137,7 +150,7 @@ def without_casts(closed: ClosedJaxpr, args: Sequence[Any], results: Sequence[in
       args: what it is called with.
       results: places of results that are the same on all workers.
     """
-    jaxpr, uncast = closed.jaxpr, dict[Any, Any]()
+    jaxpr, uncast = closed.jaxpr, dict[Var, Var | Literal]()
     wanted = [jaxpr.outvars[i] for i in results]
     needed, needed_eqns, kept = {x for x in wanted if isinstance(x, Var)}, list[JaxprEqn](), []
     for eqn in reversed(jaxpr.eqns):
@@ -145,7 +158,7 @@ def without_casts(closed: ClosedJaxpr, args: Sequence[Any], results: Sequence[in
             needed.update(x for x in eqn.invars if isinstance(x, Var))
             needed_eqns.append(eqn)
 
-    def read(arrays: Iterable[Any]) -> list[Any]:
+    def read(arrays: Iterable[Var | Literal]) -> list[Var | Literal]:
         return [uncast.get(x, x) if isinstance(x, Var) else x for x in arrays]
 
     for eqn in reversed(needed_eqns):

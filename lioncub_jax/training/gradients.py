@@ -18,7 +18,7 @@ from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers, worker_axes
 from lioncub_jax.mesh.specs import Specs, spec_of, stacked
 from lioncub_jax.training import kinds, modules
-from lioncub_jax.training.kinds import Kind, Loss
+from lioncub_jax.training.kinds import Kind, Kinds, Loss
 from lioncub_jax.training.loss import check_closure, in_worker, loss_and_aux
 from lioncub_jax.training.worker import join_results, reduce_results
 
@@ -66,8 +66,8 @@ def worker_value_and_grad(
     loss_fn: Loss,
     workers: Workers,
     *,
-    in_kinds: Any = None,
-    aux_kinds: Any = None,
+    in_kinds: Kinds = None,
+    aux_kinds: Kinds = None,
     has_aux: bool = False,
     specs: Specs = None,
 ) -> Callable[..., Any]:
@@ -184,7 +184,7 @@ def worker_value_and_grad(
     return global_value_and_grad
 
 
-def _aux_specs(aux: Any, aux_kinds: Any, workers: Workers) -> Static:
+def _aux_specs(aux: Any, aux_kinds: Kinds, workers: Workers) -> Static:
     """Specs of the arrays in ``aux`` by place, as types say them in a worker; see `reduce_results`."""
     specs = {}
     each = kinds.classify_outputs(aux, aux_kinds)

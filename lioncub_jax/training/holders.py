@@ -95,14 +95,17 @@ def find_holders(state: optax.OptState, *, in_front: bool = False) -> Any:
     parts, structure = jax.tree_util.tree_flatten_with_path(state, lambda x: x is not state)
     if parts and not parts[0][0]:  # an array has no path
         return Holder.FRONT if in_front else Holder.ALL
-    inside = [exchanges(part) for _, part in parts]
+    inside = [exchanging_part(part) is not None for _, part in parts]
     last = max((i for i, x in enumerate(inside) if x), default=-1)
     if last >= 0 and type(state) in _REFUSED:
         name = type(state).__name__.removesuffix("State")
         raise ValueError(
             f"optax's {name} is around a transform in which workers communicate: {_REFUSED[type(state)]}"
         )
-    declared, holders = _declared(state, in_front or last >= 0), []
+    declared = _DECLARED.get(type(state), {}) if in_front or last >= 0 else {}
+    if hasattr(state, "holders"):
+        declared = {name: Holder(x) for name, x in state.holders().items()}
+    holders = []
     for i, ((key,), part) in enumerate(parts):
         front = in_front or (type(state) in _SEQUENCES and i < last and not inside[i])
         holder = declared.get(getattr(key, "name", ""))
@@ -113,21 +116,13 @@ def find_holders(state: optax.OptState, *, in_front: bool = False) -> Any:
     return jax.tree.unflatten(structure, holders)
 
 
-def exchanges(state: optax.OptState) -> bool:
-    """True where the class of a state, or of a part of it, says ``exchanges = True``."""
-    return exchanging_part(state) is not None
-
-
 def exchanging_part(state: optax.OptState) -> Any:
-    """The first part of a state of a transform in which workers communicate, or None."""
+    """The first part of a state of a transform in which workers communicate, or None.
+
+    Its class says ``exchanges = True``.
+    """
 
     def declares(part: object) -> bool:
         return bool(getattr(part, "exchanges", False))
 
     return next(filter(declares, jax.tree.leaves(state, is_leaf=declares)), None)
-
-
-def _declared(state: optax.OptState, sees_gradients: bool) -> dict[str, Holder]:
-    if hasattr(state, "holders"):
-        return {name: Holder(x) for name, x in state.holders().items()}
-    return _DECLARED.get(type(state), {}) if sees_gradients else {}

@@ -21,6 +21,8 @@ from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_of, product, shortened, spec_of
 
 Loss: TypeAlias = Callable[..., Any]  # of users, with arguments that they choose
+# A tree of `Kind`, or a prefix of one; None where an array says it itself.
+Kinds: TypeAlias = Any
 Rows: TypeAlias = list[jax.Array]  # leaves of a worker's batch that are split
 
 
@@ -69,7 +71,7 @@ def default_kinds(args: tuple[Any, ...]) -> tuple[Kind | None, ...]:
 
 
 def classify_arguments(
-    loss_fn: Loss, args: tuple[Any, ...], given: Any, workers: Workers
+    loss_fn: Loss, args: tuple[Any, ...], given: Kinds, workers: Workers
 ) -> tuple[list[Kind], list[P]]:
     """The `Kind` and the spec of each leaf of the arguments behind the parameters.
 
@@ -117,7 +119,7 @@ class BatchLeaf(NamedTuple):
     entry: int
 
 
-def classify_batch(batch: Any, given: Any) -> list[BatchLeaf]:
+def classify_batch(batch: Any, given: Kinds) -> list[BatchLeaf]:
     """The leaves of a batch with their kinds; arrays are `SPLIT` by default.
 
     Raises:
@@ -241,7 +243,7 @@ def _check_shape(where: str, x: Any, kind: Kind, spec: P, workers: Workers) -> N
         )
 
 
-def classify_outputs(aux: Any, given: Any) -> list[Kind]:
+def classify_outputs(aux: Any, given: Kinds) -> list[Kind]:
     """The `Kind` of each leaf of ``aux``: `PER_WORKER`, `SPLIT`, or `SHARED`.
 
     Raises:
@@ -263,9 +265,11 @@ def classify_outputs(aux: Any, given: Any) -> list[Kind]:
     return kinds
 
 
-def warn_of_ratios(aux: Any, given: Any) -> None:
+def warn_of_ratios(aux: Any, given: Kinds) -> None:
     """Warns of a floating number without a kind beside a whole one in ``aux``."""
-    beside: dict[Any, dict[Any, str]] = {}  # numbers without a kind, by what they are in
+    beside: dict[
+        tuple[Any, ...], dict[type, str]
+    ] = {}  # numbers without a kind, by what they are in
     leaves = jax.tree_util.tree_leaves_with_path(aux)
     for (path, x), (kind, _) in zip(leaves, _broadcast_kinds(given, aux), strict=True):
         if jnp.ndim(x) or kind in (Kind.SHARED, Kind.PER_WORKER):
@@ -308,7 +312,7 @@ def fold(workers: Workers, x: jax.Array) -> jax.Array:
     return fold_in(x, worker_index(workers.axes))
 
 
-def _broadcast_kinds(given: Any, tree: Any) -> list[tuple[Kind | None, int]]:
+def _broadcast_kinds(given: Kinds, tree: Any) -> list[tuple[Kind | None, int]]:
     """For each leaf of a tree its kind or None, and the number of the entry of ``given`` that has it.
 
     Entries are for leaves, or for whole parts of the tree.

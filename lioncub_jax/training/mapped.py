@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import checks, scopes
 from lioncub_jax.exchange.holder import Holder
-from lioncub_jax.mesh import axes, boxes, kernels
+from lioncub_jax.mesh import axes, boxes
 from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers
 from lioncub_jax.mesh.specs import Specs, axes_of, product, stacked
 from lioncub_jax.training import control_flow
@@ -37,7 +37,7 @@ class MappedTransform(NamedTuple):
     def layout(self, params: optax.Params, param_specs: Specs) -> StateLayout:
         """Layout of the state of global parameters, with these specs."""
         shapes, tree = jax.tree.flatten(jax.tree.map(self.workers.shape, param_specs, params))
-        return _layout(self, tree, tuple(shapes), kernels.for_tpu(self.workers.mesh))
+        return _layout(self, tree, tuple(shapes))
 
     def jitted_init(self, params: optax.Params, param_specs: Specs) -> Any:
         """Jitted ``init`` for such parameters; the state lies where it belongs."""
@@ -188,9 +188,8 @@ def _kept_if_not_finite(
 
 
 @functools.lru_cache(maxsize=16)  # the first state asks, and then each step that is traced
-def _layout(mapped: MappedTransform, tree: Any, shapes: Any, of_tiles: bool) -> StateLayout:
-    """`MappedTransform.layout` by shapes; on a TPU owners' slices lie in the order of tiles."""
-    del of_tiles
+def _layout(mapped: MappedTransform, tree: Any, shapes: Any) -> StateLayout:
+    """`MappedTransform.layout` by shapes."""
     param_specs = tree.unflatten(x.sharding.spec for x in shapes)
 
     def probe(params: optax.Params) -> Static:

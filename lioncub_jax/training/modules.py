@@ -13,7 +13,7 @@ from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import flax_in_use
 from lioncub_jax.training import loss as losses
-from lioncub_jax.training.kinds import Kind, Loss
+from lioncub_jax.training.kinds import Kind, Kinds, Loss
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -135,8 +135,8 @@ def value_and_grad(
     loss_fn: Loss,
     args: tuple[Any, ...],
     *,
-    in_kinds: Any,
-    aux_kinds: Any,
+    in_kinds: Kinds,
+    aux_kinds: Kinds,
     has_aux: bool,
     workers: Workers,
 ) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ are.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,9 +27,9 @@ from lioncub_jax.mesh.placement import (
     check_devices,
     check_real,
 )
-from lioncub_jax.mesh.specs import Specs, check_batch_spec, spec_of, stacked
+from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.training import kinds
-from lioncub_jax.training.kinds import Kind, Loss
+from lioncub_jax.training.kinds import Kind, Kinds, Loss
 from lioncub_jax.training.loss import check_closure
 from lioncub_jax.training.mapped import MappedTransform, check_layout
 from lioncub_jax.training.worker import (
@@ -80,7 +80,9 @@ class TrainStep:
     Source: this library; see `make_train_step` for an example.
     """
 
-    def __init__(self, step: Callable[..., Any], workers: Workers, batches: Batches, in_kinds: Any):
+    def __init__(
+        self, step: Callable[..., Any], workers: Workers, batches: Batches, in_kinds: Kinds
+    ):
         self.traces, self._step, self._workers = 0, step, workers
         self._batches, self._in_kinds = batches, in_kinds
         self._bounded = workers.mesh.devices.flat[0].platform == "cpu"
@@ -95,9 +97,9 @@ class TrainStep:
           options: for XLA, as ``compiler_options`` of ``jax.jit``, such as those of `overlap_options`.
         """
 
-        def traced(state: StepState, batch: Any, specs: Specs) -> Any:
+        def traced(state: StepState, batch: Any, static: tuple[Any, ...]) -> Any:
             self.traces += 1
-            return self._step(state, batch, jax.tree.unflatten(*specs))
+            return self._step(state, batch, *static)
 
         self._jitted = jax.jit(traced, donate_argnums=0, static_argnums=2, compiler_options=options)
         return self
@@ -151,9 +153,13 @@ class TrainStep:
         return self._jitted.lower(*self._arguments(state, batch))
 
     def _arguments(self, state: StepState, batch: Any) -> tuple[StepState, Any, Any]:
-        """The state, the batch on the mesh, and specs of parameters: a step is compiled for them."""
+        """The state, the batch on the mesh, and what a step is compiled for.
+
+        That is the kinds of the leaves of the batch, and the specs of the parameters.
+        """
         placed, rows = [], []
-        for name, x, kind, entry in kinds.classify_batch(batch, self._in_kinds):
+        leaves = kinds.classify_batch(batch, self._in_kinds)
+        for name, x, kind, entry in leaves:
             count = None
             if kind is Kind.SPLIT:
                 count = self._batches.rows_of_all(name, x)
@@ -161,8 +167,8 @@ class TrainStep:
             placed.append(self._batches.place(x, count))
         kinds.check_rows(rows)
         batch = jax.tree.unflatten(jax.tree.structure(batch), placed)
-        params, tree = jax.tree.flatten(state.params)
-        return state, batch, (tree, tuple(map(spec_of, params)))
+        specs = tuple(map(spec_of, jax.tree.leaves(state.params)))
+        return state, batch, (tuple([leaf.kind for leaf in leaves]), specs)
 
 
 def make_train_step(
@@ -171,7 +177,7 @@ def make_train_step(
     workers: Workers,
     *,
     batch_spec: P | None = None,
-    in_kinds: Any = None,
+    in_kinds: Kinds = None,
     accumulate: int = 1,
     local_steps: int = 1,
     local: optax.GradientTransformation | None = None,
@@ -264,7 +270,7 @@ def make_train_step(
     local_states = MappedTransform(per_worker_state(local, workers), workers)
 
     def worker(
-        leaf_kinds: list[Kind],
+        leaf_kinds: Sequence[Kind],
         params: optax.Params,
         states: optax.OptState,
         batch: Any,
@@ -286,12 +292,14 @@ def make_train_step(
         stacked_here = jax.tree.map(lambda x: x[None], (grads, after, abstains))
         return *stacked_here, *_metrics(loss, aux, workers)
 
-    def step(state: StepState, batch: Any, given: Any) -> tuple[StepState, dict[str, Any]]:
+    def step(
+        state: StepState, batch: Any, leaf_kinds: Sequence[Kind], specs: Sequence[P]
+    ) -> tuple[StepState, dict[str, Any]]:
+        given = jax.tree.unflatten(jax.tree.structure(state.params), specs)
         param_specs, one_each = workers.param_specs(state.params, given), P(workers.axes)
         local_specs = () if local is None else local_states.layout(state.params, param_specs).specs
         check_layout(state.local_state, local_specs, workers, name="local_state")
         states, state_specs = (state.model_state, state.local_state), (one_each, local_specs)
-        leaf_kinds = [leaf.kind for leaf in kinds.classify_batch(batch, in_kinds)]
         leaf_specs = [batch_spec if kind is Kind.SPLIT else P() for kind in leaf_kinds]
         batch_specs = jax.tree.unflatten(jax.tree.structure(batch), leaf_specs)
         in_specs = param_specs, state_specs, batch_specs, P(), P()

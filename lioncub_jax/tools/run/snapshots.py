@@ -119,14 +119,14 @@ class Snapshots:
     def __exit__(self, *error: object) -> None:
         self.wait()
 
-    def __call__(self, state: Any, data: Any = None) -> None:
+    def __call__(self, state: Any, data: object = None) -> None:
         """Takes a snapshot if it is time, and says by `stepped` that a step is done."""
         stepped(state)
         self._calls += 1
         if self._calls % self._every == 0:
             self.save(state, data)
 
-    def save(self, state: Any, data: Any = None) -> None:
+    def save(self, state: Any, data: object = None) -> None:
         """Takes a snapshot now; its arrays may be donated as soon as this returns.
 
         Args:
