@@ -255,8 +255,8 @@ MUTANTS = r"""
 + flag.shape != ()
 
 = a misspelt keyword is anybody's
-- cutoff=0.7
-+ cutoff=1.0
+- name.startswith("abst")
++ name.startswith("abstain")
 
 = a local optimizer among several workers is warned of
 - mesh.size > 1 and not mesh.manual_axes
