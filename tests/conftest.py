@@ -1,6 +1,7 @@
 """Eight CPU devices for every test, a quick compiler, and one way to run a transform on some workers."""
 
 import contextlib
+import functools
 import gc
 import math
 import os
@@ -18,6 +19,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
+from lioncub_jax.mesh.hosts import key_words
 from lioncub_jax.tools import lab
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -80,6 +82,21 @@ def workers_on(sizes, group=None, kind=AxisType.Auto, axis=AXIS):
     return lc.Workers(mesh_on(sizes, kind), axis, group)
 
 
+def scanned(txs, states, params, grads, abstain=None, told=True):
+    """``{name: (updates, states)}``, ``[steps, ...]`` each, of transforms or simulators, from these states.
+
+    They are told who abstains, if that is given and unless ``told`` is False.
+    """
+
+    def step(states, now):
+        grads, abstain = now
+        extra = {"abstain": abstain} if told and abstain is not None else {}
+        done = {name: tx.update(grads, states[name], params, **extra) for name, tx in txs.items()}
+        return {name: state for name, (_, state) in done.items()}, done
+
+    return jax.lax.scan(step, states, (grads, abstain))[1]
+
+
 @pytest.fixture(scope="session")
 def mesh_of():
     """``W -> Mesh`` of the first W devices."""
@@ -98,34 +115,39 @@ def run_workers(mesh_of):
 
     def run(txs, params, grads, abstain, check_vma=True):
         def worker(params, grads, abstain):
-            def step(states, now):
-                g, sits_out = jax.tree.map(lambda x: x[0], now)
-                told = {"abstain": sits_out} if someone else {}
-                done = {
-                    name: tx.update(g, states[name], params, **told) for name, tx in txs.items()
-                }
-                states = {name: state for name, (_, state) in done.items()}
-                updates = {name: u for name, (u, _) in done.items()}
-                return states, (updates, jax.tree.map(lambda x: x[None], states))
-
+            grads, abstain = jax.tree.map(lambda x: x[:, 0], (grads, abstain))
             own = jax.lax.pcast(params, AXIS, to="varying") if check_vma else params
             states = {name: tx.init(own) for name, tx in txs.items()}
-            return jax.lax.scan(step, states, (grads, abstain))[1]
+            done = scanned(txs, states, params, grads, abstain, told=someone)
+            return {n: (u, jax.tree.map(lambda x: x[:, None], s)) for n, (u, s) in done.items()}
 
         mesh, someone = mesh_of(np.shape(abstain)[1]), np.any(abstain)
         split = P(None, AXIS)
-        specs = {"in_specs": (P(), split, split), "out_specs": (P(), split)}
+        specs = {"in_specs": (P(), split, split), "out_specs": dict.fromkeys(txs, (P(), split))}
         run = jax.shard_map(worker, mesh=mesh, **specs, check_vma=check_vma)
         arrays = jax.tree.map(jnp.asarray, (params, grads, abstain))
-        updates, states = jax.tree.map(np.asarray, jax.jit(run)(*arrays))
-        return {name: (updates[name], states[name]) for name in txs}
+        return jax.tree.map(np.asarray, jax.jit(run)(*arrays))
 
     return run
 
 
-def assert_same(a, b):
-    """To the bit, and of the same tree."""
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+def assert_same(found, wanted, but=0, of="", rtol=0.0, atol=0.0):
+    """Trees of the same shapes, dtypes and finite numbers, or so near, but for so many of each leaf."""
+
+    def same(path, x, y):
+        x, y, of_leaf = (
+            *(np.asarray(key_words(z)) for z in (x, y)),
+            (of, jax.tree_util.keystr(path)),
+        )
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), of_leaf
+        assert not jnp.issubdtype(x.dtype, jnp.inexact) or np.isfinite(x).all(), of_leaf
+        near = x == y
+        if rtol or atol:
+            near = np.isclose(x.astype(float), y.astype(float), rtol, atol)
+        differ = np.argwhere(~near)
+        assert len(differ) <= but, (*of_leaf, len(differ), differ[:4], x[x != y][:4], y[x != y][:4])
+
+    jax.tree_util.tree_map_with_path(same, found, wanted)
 
 
 def blank(grads):
@@ -134,7 +156,7 @@ def blank(grads):
 
 
 def run_on_mesh(txs, workers, specs, grads, abstain=None):
-    """Updates ``[steps, ...]`` and the last states of some transforms by `on_mesh`, in one program.
+    """Updates ``[steps, ...]`` and the last state of some transforms by `on_mesh`, in one program.
 
     Gradients are ``[steps, devices of workers, ...]``, and so is who abstains; parameters are zeros.
     """
@@ -146,18 +168,14 @@ def run_on_mesh(txs, workers, specs, grads, abstain=None):
 
     @jax.jit
     def run(params, grads, abstain):
-        def step(states, now):
-            done = {
-                name: tx.update(now[0], states[name], params, abstain=now[1])
-                for name, tx in txs.items()
-            }
-            return {n: s for n, (_, s) in done.items()}, {n: u for n, (u, _) in done.items()}
+        states = {name: tx.init(params) for name, tx in txs.items()}
+        done = scanned(txs, states, params, grads, abstain)
+        last = functools.partial(jax.lax.index_in_dim, index=-1, keepdims=False)
+        return {
+            name: (updates, jax.tree.map(last, state)) for name, (updates, state) in done.items()
+        }
 
-        first = {name: tx.init(params) for name, tx in txs.items()}
-        return jax.lax.scan(step, first, (grads, abstain))
-
-    states, updates = run(*jax.device_put((blank(grads), grads, abstain), lies))
-    return updates, states
+    return run(*jax.device_put((blank(grads), grads, abstain), lies))
 
 
 @pytest.fixture(scope="session")
@@ -203,8 +221,8 @@ def in_order(words):
     return "(?s)" + ".*".join(map(re.escape, words.split(" ... ")))
 
 
-def run_python(code, *arguments, **environment):
-    """A program that has ended, in a process that can import what this one can."""
+def run_python(*arguments, **environment):
+    """What Python did with arguments, which has ended, in a process that can import what this one can."""
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), **environment}
-    command = [sys.executable, "-c", code, *arguments]
+    command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import workers_on
+from conftest import assert_same, scanned, workers_on
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -147,14 +147,6 @@ def plain(tree):
     """Leaves by path, as numpy."""
     found = {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)}
     return {path: np.asarray(x) for path, x in found.items()}
-
-
-def assert_same(found, wanted, **tolerance):
-    found, wanted = plain(found), plain(wanted)
-    assert found.keys() == wanted.keys()
-    for path, value in wanted.items():
-        assert found[path].dtype == value.dtype, path
-        np.testing.assert_allclose(found[path], value, **{"rtol": 0, **tolerance}, err_msg=path)
 
 
 # --- What travels
@@ -431,20 +423,13 @@ def on_all(txs, workers):
 
 
 def outcomes(txs, *lead):
-    """Parameters after two steps of some transforms, all in one program."""
-
-    def step(before, grads):
-        after = {}
-        for name, (at, state) in before.items():
-            updates, state = txs[name].update(grads, state, at)
-            after[name] = optax.apply_updates(at, updates), state
-        return after, None
+    """Updates of two steps of some transforms, all in one program."""
 
     @jax.jit
     def steps(params, grads):
-        first = {name: (params, tx.init(params)) for name, tx in txs.items()}
-        last, _ = jax.lax.scan(step, first, grads)
-        return {name: at for name, (at, _) in last.items()}
+        first = {name: tx.init(params) for name, tx in txs.items()}
+        done = scanned(txs, first, params, grads)
+        return {name: updates for name, (updates, _) in done.items()}
 
     return steps(PARAMS, jax.tree.map(lambda *x: np.stack(x), *(numbers(n, *lead) for n in (1, 2))))
 

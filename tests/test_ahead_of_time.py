@@ -84,7 +84,7 @@ def test_a_tpu_packs_with_a_kernel():
         "lowered, _ = programs.lowered(programs.named('matrix'), 'vote, 1 bit', mesh); "
         "assert 'lioncub_pack' in lowered.compile().as_text()"
     )
-    done = run_python(program, **machines.environment(machines.named("v5e-8")))
+    done = run_python("-c", program, **machines.environment(machines.named("v5e-8")))
     assert done.returncode == 0, done.stderr
 
 

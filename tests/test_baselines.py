@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, absent, blank, run_on_mesh, workers_on
+from conftest import AXIS, absent, assert_same, blank, run_on_mesh, workers_on
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from oracle import baselines as oracles
@@ -27,6 +27,7 @@ from test_against_reference import (
     eventful,
     in_rows,
     integers,
+    nobody_abstains,
     same_everywhere,
     simulate,
     zeros,
@@ -40,11 +41,6 @@ SGD = optax.sgd(0.5, momentum=0.5, accumulator_dtype=jnp.float32)
 
 def rate(count):
     return jnp.where(count % 2 == 0, 0.25, 0.5)
-
-
-def nobody_abstains(grads):
-    some = next(iter(grads.values()), np.zeros((2, 2)))
-    return Story(grads, np.zeros(some.shape[:2], bool))
 
 
 def refused(*words, kind=(ValueError, TypeError)):
@@ -136,10 +132,8 @@ def assert_near(got, want, near, of, params):
     """Equal, or where there is a tolerance, within that and a rounding of the parameters' dtype."""
     assert got.keys() == want.keys(), of
     for name, x in got.items():
-        assert x.shape == want[name].shape and x.dtype == want[name].dtype, (of, name)
         off = near and max(near, 2 * float(jnp.finfo(params[name].dtype).eps))
-        a, b = np.float32(x), np.float32(want[name])
-        np.testing.assert_allclose(a, b, rtol=off, atol=off, err_msg=f"{of} {name}")
+        assert_same(x, want[name], of=f"{of} {name}", rtol=off, atol=off)
 
 
 @pytest.mark.parametrize(("workers", "unit"), PEERS)
@@ -190,12 +184,6 @@ def decays(params):
     return {name: name != "b" for name in params}
 
 
-def eighths(shapes):
-    """Parameters with few bits, so that their decay is exact too."""
-    rng = np.random.default_rng(0)
-    return {k: jnp.asarray(rng.integers(-8, 9, s) / 8, jnp.float32) for k, s in shapes.items()}
-
-
 DECAYING = [
     B.signsgd, B.signum, B.ef_signsgd, B.terngrad, B.qsgd, B.dgc, B.one_bit_adam, B.zero_one_adam,
 ]  # fmt: skip
@@ -204,7 +192,7 @@ NEEDED = {B.one_bit_adam: {"warmup": 1}}
 
 def test_decay_is_decoupled_and_masked(run_workers):
     """Without gradients it is all that moves: ``-lr wd p`` of the leaves that decay."""
-    params = eighths({"w": (5, 13), "b": (7,)})
+    params = {"w": jnp.arange(65.0) / 8, "b": jnp.ones(7)}  # few bits, so that all is exact
     story = nobody_abstains({n: np.zeros((2, 1, *p.shape), np.float32) for n, p in params.items()})
     how = {"mask": decays, "workers": AXIS}
     txs = {f.__name__: f(rate, weight_decay=0.5, **how, **NEEDED.get(f, {})) for f in DECAYING}
@@ -247,7 +235,7 @@ def test_devices_of_a_worker_treat_shards_as_leaves():
     # In one shard only; the worker abstains as a whole. A mean of two is exact.
     grads["w"][2, 2, 0, 0] = grads["v"][2, 1, -1, 0] = np.nan
     txs = {n: peer.make(workers=workers) for n, peer in ON_SHARDS.items()}
-    got, states = jax.tree.map(np.asarray, run_on_mesh(txs, workers, specs, grads))
+    done = jax.tree.map(np.asarray, run_on_mesh(txs, workers, specs, grads))
     for g in grads.values():
         g[2, 1:3] = 0
     abstain = np.zeros((3, 4), bool)
@@ -257,11 +245,12 @@ def test_devices_of_a_worker_treat_shards_as_leaves():
         params = blank(part)
         want = simulate({n: p.oracle for n, p in ON_SHARDS.items()}, params, Story(part, abstain))
         for name, (updates, wanted) in want.items():
-            mine = {n: shard(u, specs[n], at, 1) for n, u in got[name].items()}
+            got, state = done[name]
+            mine = {n: shard(u, specs[n], at, 1) for n, u in got.items()}
             assert_near(mine, updates, ON_SHARDS[name].near, name, params)
             assert all(u.any() for n, u in mine.items() if n != "empty")
             field = name.split()[0]
-            errors, left = (kept(x, sorted(CUT))[field] for x in (wanted, states[name]))
+            errors, left = (kept(x, sorted(CUT))[field] for x in (wanted, state))
             left = {n: shard(np.asarray(left[n]), specs[n], at, 1) for n in errors}
             last = {n: x[-1] for n, x in errors.items()}
             assert_near(left, last, ON_SHARDS[name].near_kept, name, params)
@@ -305,12 +294,13 @@ def test_a_group_sends_its_mean_as_one_worker():
     for sizes, group, own in [("data=3 gpu=2", "gpu", grouped), ("data=3", None, means)]:
         workers = workers_on(sizes, group)
         txs = {name: make(workers=workers) for name, make in GROUPED.items()}
-        ends.append(run_on_mesh(txs, workers, {"w": P()}, {"w": own})[0])
+        ends.append(run_on_mesh(txs, workers, {"w": P()}, {"w": own}))
     for name in GROUPED:
         # Roots and quotients may be fused with what follows, or not.
         rtol = 2e-6 if name == "adam" else 0
-        np.testing.assert_allclose(*(end[name]["w"] for end in ends), rtol=rtol, err_msg=name)
-        assert np.abs(ends[0][name]["w"]).min() > 0
+        found, want = (end[name][0]["w"] for end in ends)
+        np.testing.assert_allclose(found, want, rtol=rtol, err_msg=name)
+        assert np.abs(found).min() > 0
 
 
 # --- Bytes

@@ -141,12 +141,6 @@ class Model(nnx.Module):
         return self.b(nnx.relu(self.a(x)))
 
 
-def nnx_optimizer(workers, model, make):
-    specs = lc.mesh.specs_of(nnx.state(model, nnx.Param))
-    tx = lc.on_mesh(make(0.1, workers=workers), workers, specs=specs)
-    return nnx.Optimizer(model, tx, wrt=nnx.Param), specs
-
-
 def test_where_axes_are_explicit_types_say_how_parameters_of_nnx_are_cut():
     workers = workers_of(kind=AxisType.Explicit)
     with jax.set_mesh(workers.mesh):
@@ -161,7 +155,9 @@ def test_an_nnx_optimizer_says_how_momentum_lies():
     with jax.set_mesh(workers.mesh):
         model = Model()
         model.a.kernel.set_metadata(optimizer_sharding=("fsdp", None))
-        optimizer, _ = nnx_optimizer(workers, model, lc.lion_cub)
+        specs = lc.mesh.specs_of(nnx.state(model, nnx.Param))
+        tx = lc.on_mesh(lc.lion_cub(0.1, workers=workers), workers, specs=specs)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     specs = nnx.get_partition_spec(nnx.state(optimizer))["opt_state"][0]
     specs = jax.tree.map(lambda x: jax.tree.leaves(x)[0], specs, is_leaf=is_box)
     specs = nnx.to_pure_dict(specs)

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_on, workers_on
+from conftest import assert_same, mesh_on, workers_on
 from flax import nnx
 from flax.training.train_state import TrainState as FlaxState
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_checkpoint import assert_same, opened
+from test_checkpoint import opened
 from test_faults import damaged
 
 import lioncub_jax as lc
@@ -150,19 +150,14 @@ def test_an_nnx_optimizer_is_saved_whole_and_its_state_without_classes_is_refuse
 # --- Labels that lie
 
 
-def step_of(tx, params, opt_state, batch):
-    grads = lc.local_value_and_grad(loss_fn, workers="data")(params, batch)[1]
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
-
-
 def unchecked(tx):
-    step = functools.partial(step_of, tx)
-    return jax.jit(
-        jax.shard_map(
-            step, mesh=workers_of(4).mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False
-        )
-    )  # fmt: skip
+    def step(params, opt_state, batch):
+        grads = lc.local_value_and_grad(loss_fn, workers="data")(params, batch)[1]
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    specs = {"in_specs": (P(), P(), P("data")), "out_specs": P(), "check_vma": False}
+    return jax.jit(jax.shard_map(step, mesh=workers_of(4).mesh, **specs))
 
 
 LET_OUT = (

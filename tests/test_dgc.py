@@ -7,8 +7,8 @@ import pytest
 from conftest import AXIS, blank, workers_on
 from jax.sharding import PartitionSpec as P
 from oracle import dgc as oracle
-from test_against_reference import simulate
-from test_baselines import nobody_abstains, refused
+from test_against_reference import nobody_abstains, simulate
+from test_baselines import refused
 
 import lioncub_jax as lc
 from lioncub_jax import baselines

@@ -5,9 +5,6 @@ import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-import jax
-import numpy as np
-import optax
 import pages
 import pytest
 from conftest import run_python
@@ -110,8 +107,6 @@ def test_the_page_on_switching_gives_the_rate_of_the_table_and_trainers_say_what
     )
     nnx = read("trainer").partition("## A CNN in nnx")[2].partition("\n## ")[0]
     assert "jax.vmap(optax.global_norm)(grads)" in nnx
-    grads = {"w": np.ones((4, 9), np.float32)}
-    assert optax.tree.norm(grads) == 6 and (jax.vmap(optax.tree.norm)(grads) == 3).all()
 
 
 def read(how_to):
@@ -156,7 +151,7 @@ def test_the_tutorial_runs_counts_bytes_and_comes_close_to_float32(steps, nats):
     code = pages.cells("start/tutorial.md")
     assert code.count("STEPS, BATCH = 300, 512") == 1
     code = code.replace("STEPS, BATCH = 300, 512", f"STEPS, BATCH = {steps}, 512")
-    done = run_python(code, MPLBACKEND="agg", XLA_FLAGS="")
+    done = run_python("-c", code, MPLBACKEND="agg", XLA_FLAGS="")
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^(\w+).*loss ([\d.]+)  sent +(\d+) kB.* ([\d.]+) times", done.stdout, re.M)
     found = {name: (float(loss), float(times)) for name, loss, _, times in rows}

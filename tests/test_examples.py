@@ -31,12 +31,8 @@ train_gpt = importlib.import_module("train_gpt")
 TINY = f"--layers 1 --width 32 --context 32 --text {json.__file__} {re.__file__}"
 
 
-def run(command, **known):
-    known |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
-    command = [sys.executable, *command.split()]
-    return subprocess.run(
-        command, cwd=ROOT, env=os.environ | known, capture_output=True, text=True, timeout=300
-    )
+def run(command):
+    return run_python(*f"{ROOT}/{command}".split(), JAX_PLATFORMS="cpu", COLUMNS="80")
 
 
 def rows_of(folder):
@@ -87,7 +83,7 @@ def digits(source, folder, epochs, seeds, devices):
     """Best accuracies by seed, what travels between workers in a step, and the last row of the log."""
     known = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": ""}
     code, sizes = source.partition("if __name__")[0] + MEASURE, (epochs, seeds, devices)
-    done = run_python(code, str(folder), *map(str, sizes), **known)
+    done = run_python("-c", code, folder, *sizes, **known)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -128,7 +124,7 @@ def test_the_quickstart_learns_and_counts_its_bytes(steps):
     code = (EXAMPLES / "quickstart.py").read_text()
     assert code.count("300") == 2
     # As for users: it computes more than it compiles.
-    done = run_python(code.replace("300", str(steps)), XLA_FLAGS="", JAX_PLATFORMS="cpu")
+    done = run_python("-c", code.replace("300", str(steps)), XLA_FLAGS="", JAX_PLATFORMS="cpu")
     assert done.returncode == 0, done.stderr
     before, after = re.search(r"loss ([\d.]+) before, ([\d.]+) after", done.stdout).groups()
     assert float(after) < 0.5 * float(before)

@@ -199,7 +199,8 @@ REFUSED = {
     "an axis twice": (lambda: four("data", "data"), ValueError, "give names of them, each once"),
     "a step in groups": (
         lambda: run(cub(), four("data", "batch")), ValueError,
-        r"same over \('data',\) and not over \('batch',\).*axis='data', group='batch'",
+        r"same over \('data',\) and not over \('batch',\).*axis='data', group='batch'"
+        ".*give the optimizer the same lioncub_jax.Workers",
     ),
     # States
     "a state of another kind": (

@@ -197,7 +197,7 @@ print(json.dumps(said))
 @pytest.fixture(scope="module")
 def stages():
     """What a process says that no platform answers, until the command makes devices of its own."""
-    done = run_python(STAGES, JAX_PLATFORMS="tpu")
+    done = run_python("-c", STAGES, JAX_PLATFORMS="tpu")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -3,11 +3,10 @@
 import jax
 import numpy as np
 import optax
-from conftest import AXIS
+from conftest import AXIS, assert_same
 from oracle import baselines as oracles
 from oracle import one_bit_adam as oracle
-from test_against_reference import assert_equal, integers, simulate, zeros
-from test_baselines import nobody_abstains
+from test_against_reference import integers, nobody_abstains, simulate, zeros
 
 from lioncub_jax import baselines
 
@@ -29,7 +28,7 @@ def test_the_oracle_is_adam_of_the_mean_until_the_variance_freezes():
             np.testing.assert_allclose(u[:4], want[name][:4], rtol=2e-6, atol=1e-7)
         assert states.updates.tolist() == [1, 2, 3, 4, 4]
         assert (got["a"][4] != want["a"][4]).any()
-        assert_equal(*(jax.tree.map(lambda v, n=n: v[n], states.nu) for n in (3, 4)))
+        assert_same(*(jax.tree.map(lambda v, n=n: v[n], states.nu) for n in (3, 4)))
 
 
 def test_the_gaps_between_updates_of_the_variance_double_after_kappa_of_them(run_workers):

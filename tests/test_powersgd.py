@@ -7,8 +7,8 @@ import optax
 import pytest
 from conftest import AXIS, absent, blank
 from oracle import powersgd as oracle
-from test_against_reference import simulate
-from test_baselines import nobody_abstains, refused
+from test_against_reference import nobody_abstains, simulate
+from test_baselines import refused
 
 import lioncub_jax as lc
 from lioncub_jax.baselines import powersgd

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import normal
+from conftest import blank, normal
 from oracle import baselines, coding, dgc, lion, one_bit_adam, powersgd, sync
+from test_against_reference import nobody_abstains, simulate
 
 SGD = optax.sgd(0.5, 0.5)
 VOTE = lion.local_momentum()
@@ -77,25 +78,10 @@ LEAVES = {"a": (5, 43), "b": (200,), "empty": (0, 2)}
 STEPS, WORKERS = 3, 3
 
 
-@functools.cache
-def compiled(simulator):
-    @jax.jit
-    def steps(params, grads, abstain):
-        def step(state, now):
-            updates, state = simulator.update(now[0], state, params, now[1])
-            return state, (updates, state)
-
-        return jax.lax.scan(step, simulator.init(params, abstain.shape[1]), (grads, abstain))[1]
-
-    return steps
-
-
-def run(name, grads, abstain=None):
+def run(name, grads):
     """Updates and states ``[steps, ...]`` of gradients ``[steps, W, ...]``."""
-    params = jax.tree.map(lambda g: jnp.zeros(g.shape[2:], g.dtype), grads)
-    if abstain is None:
-        abstain = np.zeros(jax.tree.leaves(grads)[0].shape[:2], bool)
-    return jax.tree.map(np.asarray, compiled(RULES[name].simulator)(params, grads, abstain))
+    simulator = RULES[name].simulator
+    return simulate({0: simulator}, blank(grads), nobody_abstains(grads))[0]
 
 
 def ordinary():

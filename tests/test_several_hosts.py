@@ -9,6 +9,7 @@ import sys
 import textwrap
 
 import pytest
+from conftest import run_python
 from pages import ROOT, block, blocks, run_commands
 
 from lioncub_jax.tools import lab
@@ -103,6 +104,5 @@ def test_commands_of_the_page_have_options_that_go_together(monkeypatch):
 
 
 def test_where_nobody_knows_of_other_hosts_it_says_what_to_give():
-    command = [sys.executable, str(SCRIPT), "--folder", "x"]
-    done = subprocess.run(command, env=os.environ | TWO_CPUS, capture_output=True, text=True)
+    done = run_python(SCRIPT, "--folder", "x", **TWO_CPUS)
     assert done.returncode == 1 and "give --address, --hosts and --index" in done.stderr

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import assert_same
 from jax.experimental import multihost_utils
-from test_checkpoint import assert_same as assert_same_numbers
 from test_checkpoint import cut_short, flip, opened, refuses
 from test_processes import assert_holds, first_state, main, number, numbered, run_all, workers_of
 
@@ -69,8 +69,8 @@ def at(state, step):
     return state._replace(step=state.step + step)
 
 
-def assert_same(found, wanted):
-    assert_same_numbers(found, wanted)
+def assert_alike(found, wanted):
+    assert_same(found, wanted)
     assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, wanted)
 
 
@@ -83,7 +83,7 @@ def test_a_snapshot_is_read_to_the_bit_and_its_arrays_may_be_donated(folders):
         change(state.params)
         found = snapshots.restore(first)
     assert (found.step, found.data) == (STEP, {"next": [1, 2]})
-    assert_same(found.state, numbered(first, STEP))
+    assert_alike(found.state, numbered(first, STEP))
     (copy,) = tiles.copy_to_host({"x": jnp.ones(3)}).values()
     assert copy.flags.owndata  # whoever is faster: no view of what may be donated
 
@@ -95,7 +95,7 @@ def test_with_other_workers_it_is_what_a_checkpoint_gives(folders, count, rule):
         snapshots.save(state)
         found = snapshots.restore(like, on_resize=rule)
         saved.save(state, wait=True)
-        assert_same(found.state, saved.restore(like, on_resize=rule).state)
+        assert_alike(found.state, saved.restore(like, on_resize=rule).state)
 
 
 def test_every_kth_call_takes_one_and_three_stay(folders, first, tmp_path, monkeypatch):
@@ -169,7 +169,7 @@ def test_a_damaged_one_is_passed_over(folders, first, harm):
     if harm is rename:  # and nothing is left of step 1
         assert found is None
     else:
-        assert_same(found.state, numbered(first, 1))
+        assert_alike(found.state, numbered(first, 1))
 
 
 RUNS = b"cposix\nmkdir\n(S'run'\ntR."  # unpickled it makes a folder

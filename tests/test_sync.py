@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, absent, blank, mesh_on, workers_on
+from conftest import AXIS, absent, assert_same, blank, mesh_on, workers_on
 from jax.sharding import PartitionSpec as P
 from oracle import lion as reference
 from oracle.sync import synced
-from test_against_reference import assert_equal, integers, simulate, zeros
-from test_baselines import nobody_abstains
+from test_against_reference import integers, nobody_abstains, simulate, zeros
 
 import lioncub_jax as lc
 from lioncub_jax.exchange import layout
@@ -68,7 +67,7 @@ def test_a_sync_averages_the_chosen_leaves_when_it_is_due_and_at_no_other_time(r
     for of, (_, (state, *_)) in ran(txs, grads).items():
         for k, g in grads.items():
             due = [3, 6, 9] if k in cases[of][1] else ()
-            assert_equal(state.inner.mu[k], momenta(g, due), of=of)
+            assert_same(state.inner.mu[k], momenta(g, due), of=of)
         assert state.syncs.tolist() == [[t // 3] * WORKERS for t in range(1, STEPS + 1)]
 
 
@@ -79,7 +78,7 @@ def test_momentum_in_bfloat16_is_averaged_in_float32(ran):
     local = (0.5 * g).astype(jnp.bfloat16).astype(np.float32)
     want = (local.sum(1) / np.float32(3)).astype(jnp.bfloat16)
     for w in range(3):
-        assert_equal(state.inner.mu["b"][:, w], want)
+        assert_same(state.inner.mu["b"][:, w], want)
 
 
 def test_drift_is_the_share_of_variance_between_workers_before_a_sync(ran):
@@ -92,7 +91,7 @@ def test_drift_is_the_share_of_variance_between_workers_before_a_sync(ran):
     _, state = ran({0: lc.sync_momentum(chain, S.every(3), where, workers=AXIS)}, grads)[0]
     for k, g in grads.items():
         mu = momenta(g, due if where[k] else ())
-        assert_equal(state.inner[1].mu[k], mu)
+        assert_same(state.inner[1].mu[k], mu)
         want, latest = [], -1.0
         before = np.concatenate([np.zeros_like(mu[:1]), mu[:-1]])
         for step, own in enumerate(np.float64(0.5 * before + 0.5 * g), 1):
@@ -171,10 +170,10 @@ def test_a_sync_in_codes_is_that_of_the_reference(ran, workers, period, bits, wh
     tx = coded_vote(S.coded(S.every(period), bits=bits), where)
     updates, want = by_reference(synced(LOCAL, lambda t: t % period == 0, where, bits), grads)
     got, state = ran({0: tx}, grads)[0]
-    assert_equal((got, state.inner.mu, state.syncs[:, 0]), (updates, want.mu, want.syncs))
+    assert_same((got, state.inner.mu, state.syncs[:, 0]), (updates, want.mu, want.syncs))
     (flat,), rows = state.owner, want.owner.shape[1]
     errors = flat.value.error.reshape(6, -1, 128)
-    assert_equal(errors[:, :rows], want.owner)
+    assert_same(errors[:, :rows], want.owner)
     assert not errors[:, rows:].any() and errors.any()
     assert np.all(state.drift["a"] == -1)  # codes do not tell it
 
@@ -276,7 +275,7 @@ def test_in_codes_each_device_syncs_its_own_shards_or_slices(sizes, specs, names
             for rows in flat.value.reshape(4, -1)
         ]
         mu = {k: np.stack([own[i] for own in each]) for i, k in enumerate(sorted(GRID))}
-    assert_equal(jax.tree.map(np.asarray, mu), {k: x[-1] for k, x in want.mu.items()})
+    assert_same(mu, {k: x[-1] for k, x in want.mu.items()})
     assert np.ptp(mu["w"], 0).any()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pictures
 import pytest
 import time_to_loss
-from conftest import AXIS
+from conftest import AXIS, scanned
 from goal import contenders, curves, evidence, lengths, pages, study, trainer, tuning
 from goal.contenders import CONTENDERS, Hyper
 from goal.lab import NOTHING
@@ -44,11 +44,8 @@ def test_a_method_is_the_same_simulated_and_as_a_transform(run_workers, names):
 
     def simulated(name):
         simulator = ALL[name].simulated(*given)
-
-        def step(state, g):
-            return simulator.update(g, state, params)[::-1]
-
-        return jax.lax.scan(step, simulator.init(params, WORKERS), grads)[1]
+        first = simulator.init(params, WORKERS)
+        return scanned({0: simulator}, {0: first}, params, grads)[0][0]
 
     txs = {name: ALL[name].made(*given, AXIS).tx for name in names}
     found = run_workers(txs, params, grads, np.zeros((steps, WORKERS), bool))

@@ -22,12 +22,11 @@ W, ROWS, FEATURES = 4, 128, 6
 FOUR = f"data={W}"
 
 
-def start(
-    loss, tx, params, workers=None, *, local=None, specs=None, model_state=(), rng=None, **options
-):
+def start(loss, tx, params, workers=None, local=None, **options):
     """The first state and the step."""
-    workers, made = workers or workers_on(FOUR), {"model_state": model_state, "rng": rng}
-    state = lc.init_state(tx, params, workers, local=local, specs=specs, **made)
+    workers = workers or workers_on(FOUR)
+    made = {x: options.pop(x) for x in ("specs", "model_state", "rng") if x in options}
+    state = lc.init_state(tx, params, workers, local=local, **made)
     return state, lc.make_train_step(loss, tx, workers, local=local, **options)
 
 
@@ -262,7 +261,6 @@ REFUSED = [
         r"batch\['x'\] has 128 rows and batch\['weights'\] 8.* in_kinds of make_train_step.* if both are, "
         "with lioncub_jax.Kind.SPLIT for each",
     ),
-    ({"rows": {"x": "text"}}, r"batch\['x'\] is builtins.str.*np.asarray"),
     ({"in_kinds": {"x": lc.Kind.SHARED}}, "do not match"),
     ({"in_kinds": lc.Kind.PER_WORKER}, r"of batch\['x'\] is PER_WORKER.*model_state of init_state"),
 ]

@@ -221,7 +221,7 @@ jax.jit(jax.shard_map(step, mesh=mesh, **specs)).lower(
 
 
 def test_programs_of_every_backend_are_read():
-    ran = run_python(ELSEWHERE, JAX_PLATFORMS="cpu,other")
+    ran = run_python("-c", ELSEWHERE, JAX_PLATFORMS="cpu,other")
     assert "all-reduce of f32[16, 32]" in ran.stderr and ran.returncode
 
 
