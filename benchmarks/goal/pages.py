@@ -35,7 +35,7 @@ Found = dict[str, Any]  # what the packaged file holds
 PAGES = {
     "README.md": ("answer",),
     "docs/how_to/planner.md": (),
-    "docs/explain/planner.md": ("published",),
+    "docs/explain/planner.md": ("published", "measured"),
     "docs/how_to/choose.md": ("what to use",),
     "docs/reports/learnt.md": ("learnt",),
     "docs/reports/convergence.md": (
@@ -189,6 +189,7 @@ def rewritten(packaged: Found, tables: Mapping[str, str]) -> dict[Path, str]:
         "answer": answer.answer_text,
         "what to use": answer.what_to_use_text,
         "published": published.table,
+        "measured": published.measured,
         "seconds": lambda: seconds(packaged),
         "time to loss": lambda: speedups(packaged),
     }

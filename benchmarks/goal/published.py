@@ -8,6 +8,7 @@ these times and of `shares.json`, and with nothing that was assumed.
 import math
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from report import Rows
 from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools.plan.model import Estimate, published_shares
 
-ROWS = Path(__file__).parents[1] / "results" / "published_times.jsonl"
+RESULTS = Path(__file__).parents[1] / "results"
+ROWS, MEASURED = RESULTS / "published_times.jsonl", RESULTS / "measured.jsonl"
 ASSUMED = "assumed"
 
 
@@ -85,11 +87,36 @@ def source_of(row: dict[str, Any]) -> str:
     return row["source"].split(": ")[0]
 
 
-def errors(predict: Any) -> Errors:
+def errors(predict: Callable[[dict[str, Any]], float]) -> Errors:
     """How far predictions are from what was published."""
-    ratios = [predict(row) / row["seconds"] for row in rows() if row["counted"]]
-    each = [max(ratio, 1 / ratio) for ratio in ratios]
+    return factors([row | {"predicted": predict(row)} for row in rows() if row["counted"]])
+
+
+def factors(some: Rows) -> Errors:
+    """How far the predictions of rows are from their seconds."""
+    each = [max(x := row["predicted"] / row["seconds"], 1 / x) for row in some]
     return Errors(statistics.median(each), max(each))
+
+
+def measured() -> str:
+    """A line for each method in the lab, as the plan has it from a probe there, and the errors."""
+    some = {(row["rate"], row["workers"], row["method"]): row for row in report.read(MEASURED)}
+    if not some:
+        return "Not measured on an idle machine yet.\n"
+    lines = [
+        [
+            rate,
+            f"{workers}",
+            f"`{method}`",
+            *(f"{1e3 * row[x]:,.0f} ms" for x in ("seconds", "predicted")),
+        ]
+        for (rate, workers, method), row in some.items()
+    ]
+    found = factors(list(some.values()))
+    lines += [
+        ["error", "", "", f"median {found.median:.2f} times", f"largest {found.most:.2f} times"]
+    ]
+    return report.markdown(["link", "workers", "method", "measured", "predicted"], lines)
 
 
 def table() -> str:

@@ -4,6 +4,7 @@ One line in a program, in which `jax.distributed.initialize` has run if there ar
 the command `lioncub probe`. Every process calls it alike. What it returns, `lioncub plan --measured` takes.
 """
 
+import collections
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -35,17 +36,17 @@ Target = Callable[[Workers], tuple[Any, Any, Any]]
 Clock = Callable[[], float]
 
 
-def _all_reduce(x: jax.Array, axis: axes.AxisName, count: int) -> jax.Array:
-    return axes.varying(lax.psum(x, axis), axes.names(axis)) / count
+def _all_reduce(x: jax.Array, axis: axes.AxisName) -> jax.Array:
+    return axes.varying(lax.pmean(x, axis), axes.names(axis))
 
 
-def _all_to_all(x: jax.Array, axis: axes.AxisName, count: int) -> jax.Array:
-    return lax.all_to_all(x.reshape(count, -1), axis, 0, 0).reshape(x.shape)
+def _all_to_all(x: jax.Array, axis: axes.AxisName) -> jax.Array:
+    return lax.all_to_all(x.reshape(lax.axis_size(axis), -1), axis, 0, 0).reshape(x.shape)
 
 
-def _all_gather(x: jax.Array, axis: axes.AxisName, count: int) -> jax.Array:
+def _all_gather(x: jax.Array, axis: axes.AxisName) -> jax.Array:
     # A part from every worker, so that the compiler sends all.
-    return lax.all_gather(x, axis).reshape(-1)[::count]
+    return lax.all_gather(x, axis).reshape(-1)[:: lax.axis_size(axis)]
 
 
 # By the names of `Measured`: what runs, on which dtype, and what a worker sends of its bytes.
@@ -92,10 +93,9 @@ def probe(
     seconds = {op: list(_points(op, workers, clock)) for op in COLLECTIVES}
     shape = PACKED // 128, 128
     packing = jax.jit(lambda x: bits.unpack(bits.pack(x > 0), shape[0]).astype(x.dtype))
-    ones = jnp.ones(shape)
-    packed = _seconds(partial(packing, ones), clock)
     # As the planner counts: bits to others and back, and a float32, written and read.
-    memory_bandwidth = 8 * 2 * (2 / 8 + 4) * PACKED / packed
+    passed = 8 * 2 * (2 / 8 + 4) * PACKED
+    memory_bandwidth = passed / _seconds(partial(packing, jnp.ones(shape)), clock)
     measured = Measured(workers.count, seconds, memory_bandwidth, nominal)
     return _with_step(measured, workers, target, clock) if target else measured
 
@@ -106,7 +106,7 @@ def _points(op: str, workers: Workers, clock: Clock) -> Iterator[tuple[float, fl
     axis, count = workers.axis, workers.count
 
     def body(x: jax.Array, times: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, times, lambda _, x: collective(x, axis, count).astype(x.dtype), x)
+        return lax.fori_loop(0, times, lambda _, x: collective(x, axis).astype(x.dtype), x)
 
     spec = jax.P(axis)
     repeated = jax.jit(
@@ -118,46 +118,51 @@ def _points(op: str, workers: Workers, clock: Clock) -> Iterator[tuple[float, fl
         x = jax.jit(partial(jnp.ones, count * length, dtype), out_shardings=sharding)()
         once = _seconds(partial(repeated, x, 1), clock)
         sends = sent(count) * length * dtype.dtype.itemsize
-        if once > LONG:
-            yield sends, once
-            return
         times = max(1, min(MOST_REPEATS, int(LONG / 5 / once)))
-        yield sends, _seconds(partial(repeated, x, times), clock) / times
+        yield sends, _seconds(partial(repeated, x, times), clock) / times if times > 1 else once
+        if once > LONG and size > SIZES[0]:  # two sizes make a line
+            return
 
 
 def _seconds(run: Callable[[], Any], clock: Clock) -> float:
     """Median time of a run, on the process where it is largest; a first run is not counted."""
-    _seconds_each(run, clock, 1)
-    once = _seconds_each(run, clock, 1)
-    repeats = min(MOST_REPEATS, int(LONG / once)) if once else 1
-    return _seconds_each(run, clock, repeats) if repeats > 1 else once
 
-
-def _seconds_each(run: Callable[[], Any], clock: Clock, repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
+    def once() -> float:
         begin = clock()
         jax.block_until_ready(run())
-        times.append(clock() - begin)
-    median = np.float64(statistics.median(times))
-    return float(np.max(multihost_utils.process_allgather(median)))
+        return clock() - begin
+
+    once()
+    first = _slowest(once())
+    repeats = min(MOST_REPEATS, int(LONG / first) or 1) if first else 1
+    return _slowest(statistics.median(once() for _ in range(repeats)))
+
+
+def _slowest(seconds: float) -> float:
+    return float(np.max(multihost_utils.process_allgather(np.float64(seconds))))
 
 
 def _with_step(measured: Measured, workers: Workers, target: Target, clock: Clock) -> Measured:
     """Adds the times of a step with and without its exchange, and how much of that overlaps."""
     step, state, batch = target(workers)
     program = step.lower(state, batch).compile()
-    between = {*axes.names(workers.axis)}
-    exchange = sum(
-        one.times * measured.time(one.op, one.sent_bytes)
-        for one in audit.collectives(program, workers.mesh)
-        if between & {*(one.axes or ())}
-    )
+    between, sent = {*axes.names(workers.axis)}, collections.defaultdict[str, float](float)
+    for one in audit.collectives(program, workers.mesh):
+        if between & {*(one.axes or ())}:
+            sent[one.op] += one.times * one.sent_bytes
+    exchange = sum(measured.time(op, size) for op, size in sent.items())
     taken = _step_seconds(step, state, batch, clock)
-    compute = _step_seconds(*target(_alone(workers)), clock)
-    hidden = (compute + exchange - taken) / min(compute, exchange)
+    return _compared(measured, _step_seconds(*target(_alone(workers)), clock), exchange, taken)
+
+
+def _compared(measured: Measured, compute: float, exchange: float, step: float) -> Measured:
+    """Adds an overlap or a slowdown, so that the planner's mean takes as long as the step took."""
+    hidden = (compute + exchange - step) / min(compute, exchange)
     return measured._replace(
-        compute=compute, step=taken, exchange=exchange, overlap=min(max(hidden, 0.0), 1.0)
+        compute=compute,
+        step=step,
+        overlap=min(max(hidden, 0.0), 1.0),
+        slowdown=max((step - compute) / exchange, 1.0),
     )
 
 
@@ -200,16 +205,18 @@ def table(measured: Measured) -> str:
     for op, points in measured.seconds.items():
         size, took = points[-1]
         rate = 8 * size / took
-        share = ""
-        if measured.nominal:
-            share = f", {rate / measured.nominal:.0%} of {rate_text(measured.nominal)}"
+        nominal = measured.nominal
+        share = f", {rate / nominal:.0%} of {rate_text(nominal)}" if nominal else ""
         latency = f"latency {seconds_text(points[0][1])}"
         largest = f"{bytes_text(size)} in {seconds_text(took)}"
         lines.append(f"{op:<20} {latency:<16} {largest:<20} {rate_text(rate)}{share}")
     lines.append(f"packing              {bytes_text(measured.memory_bandwidth / 8)}/s of memory")
-    if measured.compute and measured.step and measured.overlap is not None:
+    if measured.compute and measured.step:
+        how = f"{measured.overlap:.0%} of it overlaps"
+        if measured.slowdown > 1:
+            how = f"{measured.slowdown:.1f} times as long as by itself"
         lines.append(
             f"a step               {seconds_text(measured.step)}, without its exchange "
-            f"{seconds_text(measured.compute)}; {measured.overlap:.0%} of the exchange overlaps"
+            f"{seconds_text(measured.compute)}; the exchange: {how}"
         )
     return "\n".join(lines)

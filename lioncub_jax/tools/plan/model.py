@@ -107,8 +107,8 @@ class Measured(NamedTuple):
       nominal: bits per second of a worker's link, where they were given.
       compute: seconds of a step without its exchange; None, as what follows, where no step was given.
       step: seconds of a step.
-      exchange: seconds of its exchange by itself.
       overlap: share of the shorter of computing and exchange that runs beside the other.
+      slowdown: how many times as long as one message its many arrays take, if nothing overlaps; or 1.
     """
 
     num_workers: int
@@ -117,8 +117,8 @@ class Measured(NamedTuple):
     nominal: float | None = None
     compute: float | None = None
     step: float | None = None
-    exchange: float | None = None
     overlap: float | None = None
+    slowdown: float = 1.0
 
     def time(self, op: str, sent: float) -> float:
         """Seconds of a collective, between and beyond what was measured."""
@@ -286,8 +286,8 @@ def step_time(scheme: Scheme, params: optax.Params | int, cluster: Cluster) -> E
     workers, measured, on_cpu = cluster.num_workers, cluster.measured, cluster.on_cpu
     # XLA for CPUs sends bfloat16 as float32, and reduces each array by itself; codes travel together.
     mean = 32 if scheme.mean == 16 and on_cpu and not measured else scheme.mean
-    arrays = len(jax.tree.leaves(params)) if on_cpu and not scheme.packs else 1
-    messages = scheme.rounds * arrays
+    each = on_cpu and not measured and not scheme.packs
+    messages = scheme.rounds * (len(jax.tree.leaves(params)) if each else 1)
     reduce = "all-reduce bfloat16" if mean == 16 and measured else "all-reduce"
     sent_bytes = fixed = link_bits = 0.0
     for op, bits in {reduce: 2 * mean, "all-to-all": scheme.up, "all-gather": scheme.back}.items():
@@ -298,6 +298,8 @@ def step_time(scheme: Scheme, params: optax.Params | int, cluster: Cluster) -> E
         elif sent:
             fixed += messages * _hops(op, workers) * cluster.link.latency
             link_bits += 8 * sent * _slower(op, cluster)
+    if measured and not scheme.packs:
+        fixed *= measured.slowdown
     if cluster.inside and group > 1:
         rate = cluster.inside.bandwidth * math.prod(cluster.inside.shares()) ** 0.5
         for op, bits in {"reduce-scatter": mean or 32, "all-gather": mean or scheme.back}.items():
