@@ -21,7 +21,7 @@ signed codes ``v_i = 2 q_i - max_code``; r_j is this sign, and there is no f_j. 
 owners: ``u_j, s_j = tx(mean_i dequantize(q_i); s_j)``, and R has two bits by default. A later transform of
 the chain multiplies ``u`` by the negative learning rate, as after ``optax.scale_by_lion``.
 
-Arrays for a bucket of n rows, with the two-phase wire; one word has a bit of 32 elements (`message`):
+Arrays for a bucket of n rows, padding included, with the two-phase wire; a word has a bit of 32 elements:
 
                  each bit of the codes    of each row
     message      uint32[4 n]              scale, bfloat16[n]; of votes one bit, 1 where the worker votes
