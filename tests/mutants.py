@@ -384,8 +384,8 @@ MUTANTS = r"""
 + if len(each) == 3:
 
 = half of an array with two entries for each worker is forgotten
-- kind is Kind.PER_WORKER and rows != (workers.count,)
-+ kind is Kind.PER_WORKER and rows[0] % workers.count
+- kind is Kind.PER_WORKER and size != (workers.count,)
++ kind is Kind.PER_WORKER and size[0] % workers.count
 
 # training/modules.py: gradients training chains
 = what a model keeps is written where nnx does not let it be written

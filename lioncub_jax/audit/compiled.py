@@ -153,7 +153,19 @@ def collectives(compiled: jax.stages.Compiled | str, mesh: AnyMesh) -> list[Coll
 
 def placed(text: str, mesh: AnyMesh) -> list[tuple[Collective, str]]:
     """Reads every collective of a compiled program, and the line of its text, as `collectives`."""
-    _check_devices(text, mesh)
+    header = _STRING.sub('""', text.lstrip().partition("\n")[0])
+    if not header.startswith("HloModule"):
+        raise ValueError(
+            "this is not the text of a compiled program, which begins with HloModule: give that of "
+            "jax.jit(f).lower(...).compile().as_text(). To StableHLO, the text of what is only lowered, "
+            "the compiler still adds collectives"
+        )
+    devices = math.prod(map(int, re.findall(r", (?:replica_count|num_partitions)=(\d+)", header)))
+    if devices != mesh.size:
+        raise ValueError(
+            f"the program runs on {devices} devices and the mesh {dict(mesh.shape)} has "
+            f"{mesh.size}: pass the mesh that the program was compiled for"
+        )
     bodies, entry = computations_of(text)
     lines = {name: _of_interest(body) for name, body in bodies.items()}
     sites = list(_sites(lines, entry, _Run()))
@@ -261,22 +273,6 @@ _Lines = dict[str, list[Instruction]]
 
 def _unknown(what: str, line: str) -> ValueError:
     return ValueError(f"cannot read {what} in this line of compiled HLO: {line.strip()}")
-
-
-def _check_devices(text: str, mesh: AnyMesh) -> None:
-    header = _STRING.sub('""', text.lstrip().partition("\n")[0])
-    if not header.startswith("HloModule"):
-        raise ValueError(
-            "this is not the text of a compiled program, which begins with HloModule: give that of "
-            "jax.jit(f).lower(...).compile().as_text(). To StableHLO, the text of what is only lowered, "
-            "the compiler still adds collectives"
-        )
-    devices = math.prod(map(int, re.findall(r", (?:replica_count|num_partitions)=(\d+)", header)))
-    if devices != mesh.size:
-        raise ValueError(
-            f"the program runs on {devices} devices and the mesh {dict(mesh.shape)} has "
-            f"{mesh.size}: pass the mesh that the program was compiled for"
-        )
 
 
 def computations_of(text: str) -> tuple[dict[str, str], str]:

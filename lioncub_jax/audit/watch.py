@@ -312,13 +312,6 @@ def _written(text: str, line: str) -> str:
     return ", {}:{}".format(*place) if place and place[0] else ""
 
 
-def _is_given(text: str, line: str) -> bool:
-    """True for a collective that sends an argument of the program, as it is."""
-    operand = re.search(r"\((%[\w.-]+)[,)]", line)
-    defined = operand and re.search(rf" {re.escape(operand[1])} = .* parameter\(", text)
-    return defined is not None
-
-
 def _explained(program: Program, wrong: list[_Sent]) -> str:
     """The error's text for arrays of floats that travel between workers, and advice for each kind."""
     coded = 0.0
@@ -334,7 +327,11 @@ def _explained(program: Program, wrong: list[_Sent]) -> str:
             "pmap), and leave lax.pmean out"
         )
     gathers = [x for x in wrong if x.collective.op == "all-gather"]
-    entering = [x for x in gathers if _is_given(program.text, x.line)]
+    entering = []  # arguments of the program, as they are
+    for x in gathers:
+        operand = re.search(r"\((%[\w.-]+)[,)]", x.line)
+        if operand and re.search(rf" {re.escape(operand[1])} = .* parameter\(", program.text):
+            entering.append(x)
     if entering:
         advice.append(
             "an all-gather of parameters: they lie in parts over the workers' axis. Parameters are cut "

@@ -230,7 +230,18 @@ def _send(
     gather = partial(wires.gather_words, axis=axis)
     *received, flags = compression.in_messages(gather, [*messages, here.astype(jnp.uint32)])
     present = jnp.sum(flags & 1)
-    sums = _added(len(flags), received, [v.size for v in residual])
+
+    def add(worker: jax.Array | int, totals: Leaves) -> Leaves:
+        added = []
+        for total, messages in zip(totals, received, strict=True):
+            index, words = messages[worker]  # uint32[k] each
+            added.append(total.at[index].add(words.view(jnp.float32), unique_indices=True))
+        return added
+
+    # Worker by worker: one scatter of everything would add equal indices in any order, and a GPU does not
+    # choose the same order twice, so that replicas would drift.
+    first = add(0, [jnp.zeros(v.size, jnp.float32) for v in residual])
+    sums = lax.fori_loop(1, len(flags), add, first)
     share = at_owner.share(present)
     means = [(x * share).reshape(v.shape) for x, v in zip(sums, residual, strict=True)]
     velocity = [_without(x, sent) for x, sent in zip(velocity, indices, strict=True)]
@@ -241,19 +252,3 @@ def _send(
 def _without(x: jax.Array, sent: jax.Array) -> jax.Array:
     """An array with zeros at the flat indices that were sent."""
     return x.ravel().at[sent].set(0, unique_indices=True).reshape(x.shape)
-
-
-def _added(num_workers: int, received: Leaves, sizes: list[int]) -> Leaves:
-    """Sums ``float32[size]`` of each leaf, of indices and values ``uint32[W, 2, k]``."""
-
-    def add(worker: jax.Array | int, totals: Leaves) -> Leaves:
-        added = []
-        for total, messages in zip(totals, received, strict=True):
-            index, words = messages[worker]
-            added.append(total.at[index].add(words.view(jnp.float32), unique_indices=True))
-        return added
-
-    # Worker by worker: one scatter of everything would add equal indices in any order, and a GPU does not
-    # choose the same order twice, so that replicas would drift.
-    first = add(0, [jnp.zeros(size, jnp.float32) for size in sizes])
-    return lax.fori_loop(1, num_workers, add, first)

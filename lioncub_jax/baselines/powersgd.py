@@ -228,7 +228,10 @@ def _first_q(axis: Axes, rank: int, params: optax.Params) -> optax.Updates:
     q: list[jax.Array | None] = [None] * len(leaves)
     most = 0  # the highest rank of any leaf
     for i, x in enumerate(leaves):
-        m, n = as_matrix(x.shape)
+        # A vector has one row.
+        cuts = range(1, max(x.ndim, 2))
+        splits = [(math.prod(x.shape[:k]), math.prod(x.shape[k:])) for k in cuts]
+        m, n = min(splits, key=sum)
         highest = max(m * n - 1, 0) // max(m + n, 1)
         most = max(most, highest)
         if rank <= highest:
@@ -243,12 +246,6 @@ def _first_q(axis: Axes, rank: int, params: optax.Params) -> optax.Updates:
             "lioncub_jax.global_gradients(tx) averages leaves as they are"
         )
     return jax.tree.unflatten(tree, q)
-
-
-def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a leaf as the matrix with the fewest of both; a vector has one row."""
-    splits = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, max(len(shape), 2))]
-    return min(splits, key=sum)
 
 
 # In full float32, on chips too that round before they multiply.

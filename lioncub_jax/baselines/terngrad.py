@@ -17,7 +17,7 @@ from lioncub_jax.exchange.quantize import Code, Quantizer
 from lioncub_jax.exchange.transform import communicate
 from lioncub_jax.exchange.votes import Signs, Tally, Vote
 from lioncub_jax.mesh import axes
-from lioncub_jax.mesh.axes import Axes, AxisName
+from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.optimizers import Mask, descending
 
@@ -117,7 +117,12 @@ def terngrad(
         values, tree = jax.tree.flatten(optax.tree.cast(updates, jnp.float32))
         here = compression.takes_part(axis, abstain, values)
         if clip is not None:
-            values = [_clipped(g, clip, axis) for g in values]
+            # Within so many root mean squares of all shards of a leaf.
+            for i, g in enumerate(values):
+                square = axes.sum_over_shards(jnp.sum(g * g), axis)
+                size = float(max(g.size * axes.shard(g, axis)[1], 1))
+                limit = clip * jnp.sqrt(square / size)
+                values[i] = jnp.clip(g, -limit, limit)
         largest = [axes.max_over_shards(jnp.max(jnp.abs(g), initial=0.0), axis) for g in values]
         scales = wires.max_over_workers(jnp.where(here, jnp.array(largest), 0), axis)
         divisors = jnp.where(scales > 0, scales, 1)
@@ -130,10 +135,3 @@ def terngrad(
     mean = compression.on_devices(axis, codes.init, step)
     mean = compression.behind(mean, compression.sgd_momentum(momentum), axis)
     return descending(mean, learning_rate, weight_decay, mask)
-
-
-def _clipped(g: jax.Array, clip: float, axis: Axes) -> jax.Array:
-    """A leaf within so many root mean squares of all of its shards."""
-    square = axes.sum_over_shards(jnp.sum(g * g), axis)
-    limit = clip * jnp.sqrt(square / float(max(g.size * axes.shard(g, axis)[1], 1)))
-    return jnp.clip(g, -limit, limit)

@@ -1,7 +1,6 @@
 """Going on with another optimizer: fields of its state from those of the one before."""
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -62,26 +61,21 @@ def carry_over(state: Any, workers: AxisName | Workers, **fields: Any) -> Any:
                 )
             for name in matches:
                 arrays[name] = _as_leaf(target, name, value)
-    _check_complete(fields, names.values())
-    for name, short in names.items():
-        if "count" in fields and _STEP.fullmatch(short):
-            arrays[name] = _as_leaf(target, name, jax.tree.leaves(fields["count"])[0])
-    # Copies: a training step donates its state, and neither the old one nor one array twice.
-    return jax.tree.map(jnp.copy, target.build(target.leaves, arrays, keep=False))
-
-
-def _check_complete(fields: Iterable[str], names: Iterable[str]) -> None:
-    """Raises ``ValueError`` for moments without their counter, or one moment of two."""
-    text = " ".join(names)
+    text = " ".join(names.values())
     wanted = [x for x in ("mu", "nu", "trace", "count") if re.search(rf"\.{x}\b", text)]
     missing = [x for x in wanted if x not in fields]
-    if missing and len(missing) < len(wanted):
+    if missing and len(missing) < len(wanted):  # moments without their counter, or one of two
         raise ValueError(
             f"carry_over got {', '.join(fields)}, and the new state has {', '.join(wanted)}: give "
             f"{', '.join(f'{x}=' for x in missing)} of the same old state too. Moments and counters belong "
             "together: without one of them the first updates are far too large or too small. If the old "
             "optimizer has none, begin with the new state as it is"
         )
+    for name, short in names.items():
+        if "count" in fields and _STEP.fullmatch(short):
+            arrays[name] = _as_leaf(target, name, jax.tree.leaves(fields["count"])[0])
+    # Copies: a training step donates its state, and neither the old one nor one array twice.
+    return jax.tree.map(jnp.copy, target.build(target.leaves, arrays, keep=False))
 
 
 def _as_leaf(target: leaves.Target, name: str, value: Any) -> jax.Array:

@@ -254,13 +254,6 @@ def assign_tiles(arrays: Mapping[str, jax.Array]) -> tuple[Tiles, dict[int, int]
     return assigned, sizes
 
 
-def copy_own_tiles(arrays: Mapping[str, jax.Array], assigned: Tiles) -> list[np.ndarray]:
-    """Copies to the host the tiles that this process writes, in the order of its file."""
-    me = jax.process_index()
-    own = [(name, part) for name, parts in assigned.items() for p, _, part in parts if p == me]
-    return [*tiles.copy_to_host(arrays, own).values()]
-
-
 def write_arrays(unfinished: Path, pieces: Sequence[np.ndarray]) -> None:
     """Writes the file of this process, and gives it its name when it was read back."""
     if not pieces:

@@ -156,7 +156,14 @@ def layout_of(state: Any, workers: Workers) -> Layout:
         default = _Declaration(Holder.WORKER if stacked else Holder.ALL, path)
         this = declared.get(path, default)
         if this.holder in PER_WORKER and not stacked and workers.count > 1:
-            _refuse_label(path, x.shape, workers)
+            # A false label, as of pmap's out_axes=None, which drops all values but one.
+            spec, count = P(workers.axes), workers.count
+            raise ValueError(
+                f"state{path} has shape {x.shape} and is not cut over the workers, but each of {count} has "
+                "its own, and a checkpoint would keep that of one. Let it out of jax.pmap with out_axes=0, "
+                f"or of jax.shard_map with out_specs={spec}, as [{count}, ...]; what is [{count}, ...] "
+                f"already goes where it belongs by jax.device_put(x, NamedSharding(mesh, {spec}))"
+            )
         shape = jax.eval_shape(key_words, x).shape if is_key(x) else x.shape
         over_workers = {*axes_in(P(*spec[:1]))} & {*axes.names(workers.axis)}
         num_workers = product(workers.mesh.shape, over_workers)
@@ -207,7 +214,12 @@ def _declarations_of_node(
         for key, value in entries.items():
             packing, rows = "", None
             if isinstance(value, Flat) and holder is not Holder.MEASURED:
-                _check_levels(path, bool(holder in PER_WORKER or inside), workers)
+                two_levels = bool(holder in PER_WORKER or inside)
+                if two_levels != (workers.group is not None):
+                    raise ValueError(
+                        f"state{path} is of {'two levels' if two_levels else 'one level'}, and the workers "
+                        f"have group={workers.group!r}: give workers= as to the optimizer"
+                    )
                 rows = _rows(value.bucket, inside, by_index, workers)
                 packing = IN_ROWS if rows else _packing_number(value.bucket, workers)
             for rest in paths_of(value):
@@ -241,25 +253,6 @@ def _rows(
     return Rows(bucket, cuts, tuple(leaves.items()), group_size, inner)
 
 
-def _check_levels(path: str, two: bool, workers: Workers) -> None:
-    if two != (workers.group is not None):
-        raise ValueError(
-            f"state{path} is of {'two levels' if two else 'one level'}, and the workers have group="
-            f"{workers.group!r}: give workers= as to the optimizer"
-        )
-
-
-def _refuse_label(path: str, shape: tuple[int, ...], workers: Workers) -> None:
-    """Raises for a false label, as of pmap's out_axes=None, which drops all values but one."""
-    spec, count = P(workers.axes), workers.count
-    raise ValueError(
-        f"state{path} has shape {shape} and is not cut over the workers, but each of {count} has its own, "
-        "and a checkpoint would keep that of one. Let it out of jax.pmap with out_axes=0, or of "
-        f"jax.shard_map with out_specs={spec}, as [{count}, ...]; what is [{count}, ...] already goes "
-        f"where it belongs by jax.device_put(x, NamedSharding(mesh, {spec}))"
-    )
-
-
 # --- Saved and wanted arrays
 
 
@@ -283,7 +276,11 @@ def check_same_model(
         old, new = saved.get(path), wanted.get(path)
         if old and new:
             if {old.packing, new.packing} - {"", IN_ROWS} and old.packing != new.packing:
-                _refuse_some_parameters(path)
+                raise ValueError(
+                    f"state{path} votes on some of the parameters only, and its slices do not say on "
+                    "which, or they are not the field 'params' of the state: restore it with as many "
+                    "workers, groups and shards as it was saved from"
+                )
             skip = old.per_worker or new.per_worker  # over one worker it may not show
             cast = old.packing or new.packing  # a bucket has the widest dtype of its leaves
             if old.shape[skip:] != new.shape[skip:] or not (cast or old.dtype == new.dtype):
@@ -303,12 +300,4 @@ def check_same_model(
     raise ValueError(
         f"{source} is of another {of}: {'; '.join(problems[:4])}{more}. Restore with the model and "
         "the optimizer it was saved with"
-    )
-
-
-def _refuse_some_parameters(path: str) -> None:
-    raise ValueError(
-        f"state{path} votes on some of the parameters only, and its slices do not say on which, or they "
-        "are not the field 'params' of the state: restore it with as many workers, groups and shards as "
-        "it was saved from"
     )

@@ -29,6 +29,7 @@ from lioncub_jax.checkpoint.agreement import barrier, first_line, from_first
 from lioncub_jax.checkpoint.commit import Save, commit, save_error
 from lioncub_jax.checkpoint.files import Damaged, Description
 from lioncub_jax.checkpoint.layout import ArrayInfo, check_same_model, layout_of, param_names
+from lioncub_jax.checkpoint.tiles import copy_to_host
 from lioncub_jax.exchange.arguments import check_count
 from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh.axes import AxisName
@@ -183,7 +184,9 @@ class Checkpoints:
         infos = {name: info._replace(sums=sums[name]) for name, info in infos.items()}
         tiles, sizes = files.assign_tiles(saved)
         about = Description(step=step, metric=metric, data=data, leaves=infos, tiles=tiles)
-        pieces = files.copy_own_tiles(saved, tiles)
+        me = jax.process_index()
+        own = [(name, part) for name, parts in tiles.items() for p, _, part in parts if p == me]
+        pieces = [*copy_to_host(saved, own).values()]  # in the order of the file
         unfinished, lock = from_first(lambda: self._begin(step))
         self._damaged.clear()
         self._restored, self._steps_before = None, []

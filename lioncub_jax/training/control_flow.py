@@ -76,7 +76,9 @@ def _results(eqn: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
         of_test, carried = params["cond_nconsts"], len(eqn.outvars)
         body = params["body_jaxpr"].jaxpr
         results = _looped(body, over, given[of_test:], params["body_nconsts"], carried)
-        test = [*given[:of_test], *map(any, zip(given[-carried:], results, strict=True))]
+        test = list(given[:of_test])
+        for before, after in zip(given[-carried:], results, strict=True):
+            test.append(before or after)
         [decided] = differing(params["cond_jaxpr"].jaxpr, over, test)
     elif name == "scan":
         # Versions of JAX name these numbers differently; what is scanned has one dimension more outside.
@@ -109,7 +111,8 @@ def _looped(body: Jaxpr, over: Axes, args: list[bool], at: int, carried: int) ->
     while True:
         results = differing(body, over, args)
         after = list(args)
-        after[at : at + carried] = map(any, zip(args[at:], results[:carried], strict=False))
+        for i in range(carried):
+            after[at + i] = args[at + i] or results[i]
         if after == args:
             return results
         args = after

@@ -97,7 +97,17 @@ def classify_arguments(
             rows.append((where, jnp.shape(x)[0], entry))
         spec = shortened(spec_of(x), workers.inner)
         spec = spec_over_workers(kind, workers, P(*spec[1:]) if kind is Kind.PER_WORKER else spec)
-        _check_shape(where, x, kind, spec, workers)
+        size = jnp.shape(x)[:1]
+        if kind is Kind.SPLIT and size[0] % product(workers.mesh.shape, axes_of(spec[0])):
+            raise ValueError(
+                f"{where} has shape {jnp.shape(x)}: its first dimension is cut over {workers.count} "
+                f"workers, {spec} in all, which do not divide it: drop or pad the last rows"
+            )
+        if kind is Kind.PER_WORKER and size != (workers.count,):
+            raise ValueError(
+                f"{where} has shape {jnp.shape(x)}: what is each worker's own has a leading dimension of "
+                f"{workers.count}, one entry for each of them"
+            )
         kinds.append(kind)
         specs.append(spec)
     check_rows(rows)
@@ -227,20 +237,6 @@ def _classify(where: str, x: Any, kind: Kind | None) -> Kind:
         f"worker_value_and_grad(in_kinds=...), for each argument behind the parameters {_GIVE}; or "
         "give all rows as one argument, such as the tuple (images, labels), which needs no kinds"
     )
-
-
-def _check_shape(where: str, x: Any, kind: Kind, spec: P, workers: Workers) -> None:
-    rows = jnp.shape(x)[:1]
-    if kind is Kind.SPLIT and rows[0] % product(workers.mesh.shape, axes_of(spec[0])):
-        raise ValueError(
-            f"{where} has shape {jnp.shape(x)}: its first dimension is cut over {workers.count} workers, "
-            f"{spec} in all, which do not divide it: drop or pad the last rows"
-        )
-    if kind is Kind.PER_WORKER and rows != (workers.count,):
-        raise ValueError(
-            f"{where} has shape {jnp.shape(x)}: what is each worker's own has a leading dimension of "
-            f"{workers.count}, one entry for each of them"
-        )
 
 
 def classify_outputs(aux: Any, given: Kinds) -> list[Kind]:

@@ -411,7 +411,16 @@ class _GlobalTransform:
             check_layout(state, layout.specs, workers, in_worker=True)
             return mapped.update_on_worker(layout, updates, state, params, extra | per_worker)
         param_specs = self._param_specs(params)
-        _check_gradients(updates, params, workers)
+        given, wanted = checks.shapes(updates), checks.shapes(params, workers.count)
+        for path in {**wanted, **given}:
+            if given.get(path) != wanted.get(path):
+                raise ValueError(
+                    f"the gradient of {path or 'the parameters'} has shape {given.get(path)}, and not "
+                    f"{wanted.get(path)}, a gradient for each of {workers.count} workers: take gradients "
+                    "with lioncub_jax.worker_value_and_grad(loss, workers), which returns one for each "
+                    "worker, and hand them to update as they are. Of other transforms on_mesh is the "
+                    "outermost: chains, clipping and optax.MultiSteps go inside"
+                )
         if abstain is not None and jnp.shape(abstain) != (workers.count,):
             raise ValueError(
                 f"abstain has shape {jnp.shape(abstain)}: give bool[{workers.count}], a flag for each "
@@ -479,17 +488,3 @@ class OnMesh(optax.GradientTransformationExtraArgs):
     def specs(self, params: optax.Params) -> Specs:
         """The specs of `shardings`."""
         return self.init.state_specs(params)  # type: ignore[attr-defined]
-
-
-def _check_gradients(updates: optax.Updates, params: optax.Params, workers: Workers) -> None:
-    """Raises ``ValueError`` unless there is a gradient of each parameter for each worker."""
-    given, wanted = checks.shapes(updates), checks.shapes(params, workers.count)
-    for path in {**wanted, **given}:
-        if given.get(path) != wanted.get(path):
-            raise ValueError(
-                f"the gradient of {path or 'the parameters'} has shape {given.get(path)}, and not "
-                f"{wanted.get(path)}, a gradient for each of {workers.count} workers: take gradients with "
-                "lioncub_jax.worker_value_and_grad(loss, workers), which returns one for each worker, and "
-                "hand them to update as they are. Of other transforms on_mesh is the outermost: chains, "
-                "clipping and optax.MultiSteps go inside"
-            )

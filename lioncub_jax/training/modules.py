@@ -56,7 +56,13 @@ def from_nnx(
         params: optax.Params, model_state: Any, batch: Any, rng: jax.Array
     ) -> tuple[Any, Any, Any]:
         del rng  # the model holds its own random streams
-        _check_one_worker(model_state, shapes)
+        for x, (path, shape) in zip(jax.tree.leaves(model_state), shapes, strict=False):
+            if x.shape[1:] == shape != x.shape:  # of all workers, outside of a step
+                raise ValueError(
+                    f"model_state{path} has shape {x.shape}, an entry for each worker, and that of the "
+                    f"model has {shape}: evaluate lioncub_jax.training.for_evaluation(model, workers, "
+                    "state), or give mean_model_state(state)"
+                )
         # nnx lets a variable be written only at the trace level where it was made.
         replica = nnx.merge(graph, params, model_state, copy=True)
         loss, aux = losses.returned(loss_fn(replica, batch), "loss", aux={})
@@ -64,17 +70,6 @@ def from_nnx(
         return loss, aux, model_state
 
     return fn, params, rest
-
-
-def _check_one_worker(model_state: Any, shapes: list[tuple[str, tuple[int, ...]]]) -> None:
-    """Raises ``ValueError`` for the model state of all workers, outside of a step."""
-    for x, (path, shape) in zip(jax.tree.leaves(model_state), shapes, strict=False):
-        if x.shape[1:] == shape != x.shape:
-            raise ValueError(
-                f"model_state{path} has shape {x.shape}, an entry for each worker, and that of the model "
-                f"has {shape}: evaluate lioncub_jax.training.for_evaluation(model, workers, state), or "
-                "give mean_model_state(state)"
-            )
 
 
 def check_split(params: optax.Params) -> None:

@@ -313,15 +313,14 @@ def make_train_step(
             per_worker={"diverged": abstains}, extra={"value": outputs["loss"]},
         )  # fmt: skip
         params = optax.apply_updates(state.params, updates)
-        state = StepState(
+        after = state._replace(
             step=optax.safe_increment(state.step),
             params=workers.constrain(params, param_specs),
             model_state=states[0],
             opt_state=opt_state,
-            rng=state.rng,
             local_state=states[1],
         )
-        return state, outputs
+        return after, outputs
 
     batches = Batches(workers, batch_spec, local_steps, accumulate)
     return TrainStep(step, workers, batches, in_kinds)
