@@ -98,13 +98,7 @@ def scanned(txs, states, params, grads, abstain=None, told=True):
 
 
 @pytest.fixture(scope="session")
-def mesh_of():
-    """``W -> Mesh`` of the first W devices."""
-    return lambda workers: mesh_on(f"{AXIS}={workers}")
-
-
-@pytest.fixture(scope="session")
-def run_workers(mesh_of):
+def run_workers():
     """Runs some transforms, each worker in its own device, from state of their own.
 
     ``run_workers({name: tx}, params, grads [steps, W, ...], abstain bool[steps, W])`` returns for each
@@ -121,7 +115,7 @@ def run_workers(mesh_of):
             done = scanned(txs, states, params, grads, abstain, told=someone)
             return {n: (u, jax.tree.map(lambda x: x[:, None], s)) for n, (u, s) in done.items()}
 
-        mesh, someone = mesh_of(np.shape(abstain)[1]), np.any(abstain)
+        mesh, someone = mesh_on(f"{AXIS}={np.shape(abstain)[1]}"), np.any(abstain)
         split = P(None, AXIS)
         specs = {"in_specs": (P(), split, split), "out_specs": dict.fromkeys(txs, (P(), split))}
         run = jax.shard_map(worker, mesh=mesh, **specs, check_vma=check_vma)

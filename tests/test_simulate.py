@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, assert_same
+from conftest import AXIS, assert_same, workers_on
 from oracle import baselines as oracles
 from oracle import coding, lion, simulate
 from test_against_reference import zeros
@@ -62,13 +62,13 @@ METHODS = [pytest.param(x, marks=pytest.mark.long if x in LATER else ()) for x i
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_parameters_are_those_of_eight_devices_bit_for_bit(mesh_of, method):
+def test_the_parameters_are_those_of_eight_devices_bit_for_bit(method):
     """A worker whose loss is not finite sits the step out, and keeps its own state."""
     (tx, simulator, local_steps, local), key = EXACT[method], jax.random.key(5)
     poisoned, params = "float32" not in method, zeros(SHAPES)
     run, losses = simulate.start(simulator, params, WORKERS, key, local), []
     simulated = jax.jit(lambda run, x: simulate.step(loss, simulator, run, x, local_steps, local))
-    workers = lc.Workers(mesh_of(WORKERS), AXIS)
+    workers = workers_on(f"data={WORKERS}")
     state, means = lc.init_state(tx, params, workers, rng=key, local=local), []
     step = lc.make_train_step(loss, tx, workers, local_steps=local_steps, local=local)
     for batch in batches(poisoned):
