@@ -9,16 +9,15 @@ import graphlib
 import inspect
 import json
 import re
-from pathlib import Path
 
 import jax
 import prose
 import pytest
 from conftest import AXIS, absent, run_python
+from pages import ROOT
 
 import lioncub_jax as lc
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lioncub_jax"
 
 # A part is a file at the root of the package or a folder. It may import those named here.

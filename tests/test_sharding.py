@@ -41,10 +41,6 @@ def group_size(workers):
     return workers.mesh.shape.get(workers.group, 1)
 
 
-def laid(workers, tree, specs):
-    return jax.device_put(tree, workers.shardings(specs))
-
-
 # Ragged shards, shards below a word, replicated ones; and the axes that cut each dimension, if they are
 # there.
 LEAVES = {
@@ -302,7 +298,7 @@ def test_random_rounding_differs_between_shards():
 
 
 def test_arrays_and_boxes_say_how_parameters_are_cut():
-    array = laid(on("data=4 tp=2"), jnp.ones((4, 6)), P(None, "tp"))
+    array = jax.device_put(jnp.ones((4, 6)), on("data=4 tp=2").shardings(P(None, "tp")))
     shaped = jax.ShapeDtypeStruct((4, 6), jnp.float32, sharding=array.sharding)
     boxed = nn.Partitioned(array, (None, "tp"))
     for cut in (array, shaped, boxed):
