@@ -27,20 +27,12 @@ jax.config.update("jax_num_cpu_devices", 8)
 # the time for the same collectives, and to use no fused multiply-add, whose one rounding in place of two
 # is in one program and not in the next. With an empty XLA_FLAGS they compile as for users, as `make
 # test-long` does for the tests of equality.
-
-
-def quick(version):
-    """Flags that this version of JAX knows: one that it does not know ends the process without a word."""
-    flags = ["--xla_backend_optimization_level=0", "--xla_cpu_max_isa=AVX"]
-    if version < (
-        0,
-        11,
-    ):  # later ones have nothing but these emitters, which take half as long again
-        flags.append("--xla_cpu_use_fusion_emitters=false")
-    return " ".join(flags)
-
-
-os.environ.setdefault("XLA_FLAGS", quick(jax.__version_info__))
+FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_max_isa=AVX"
+# A flag that JAX does not know ends the process without a word: later versions have only these emitters,
+# which take half as long again.
+if jax.__version_info__ < (0, 11):
+    FLAGS += " --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("XLA_FLAGS", FLAGS)
 
 gc.set_threshold(50_000)  # tracing makes many small objects, few of them garbage
 

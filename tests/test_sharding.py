@@ -80,11 +80,8 @@ class Bucket(NamedTuple):
 
 def chunk_rows(sizes, parts):
     """How many rows each of so many parts takes of leaves that are joined in one buffer."""
-    rows = [-(-size // 128) for size in sizes]
-    big = [n > 512 for n in rows]
-    total = sum(-(-n // 32) * 32 if b else n for n, b in zip(rows, big, strict=True))
-    unit = 32 if any(big) else 16
-    return -(-total // (parts * unit)) * unit
+    rows = coding.buffer_of([np.zeros((1, size)) for size in sizes]).rows
+    return coding.round_up(-(-sum(rows) // parts), 32 if max(rows) > coding.BIG else 16)
 
 
 def buckets_of(sizes, specs, workers):
