@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from conftest import AXIS, absent, in_order, workers_on
-from jax.sharding import PartitionSpec as P
+from contract import traced
 
 import lioncub_jax as lc
 from lioncub_jax.baselines.terngrad import Total
@@ -301,15 +301,8 @@ TRACED += [
 
 @pytest.mark.parametrize(("tx", "words"), TRACED)
 def test_a_transform_that_cannot_run_here(tx, words):
-    """Where gradients are each worker's own."""
-
-    def update(grads):
-        local = jax.lax.pcast(grads, AXIS, to="varying")
-        return tx.update(local, tx.init(PARAMS), PARAMS)[0]
-
-    mapped = jax.shard_map(update, mesh=FOUR.mesh, in_specs=P(), out_specs=P(AXIS))
     with raises(ValueError, words):
-        jax.eval_shape(mapped, PARAMS)
+        traced(tx, PARAMS, PARAMS)
 
 
 def injected(**options):
