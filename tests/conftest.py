@@ -27,20 +27,12 @@ jax.config.update("jax_num_cpu_devices", 8)
 # the time for the same collectives, and to use no fused multiply-add, whose one rounding in place of two
 # is in one program and not in the next. With an empty XLA_FLAGS they compile as for users, as `make
 # test-long` does for the tests of equality.
-
-
-def quick(version):
-    """Flags that this version of JAX knows: one that it does not know ends the process without a word."""
-    flags = ["--xla_backend_optimization_level=0", "--xla_cpu_max_isa=AVX"]
-    if version < (
-        0,
-        11,
-    ):  # later ones have nothing but these emitters, which take half as long again
-        flags.append("--xla_cpu_use_fusion_emitters=false")
-    return " ".join(flags)
-
-
-os.environ.setdefault("XLA_FLAGS", quick(jax.__version_info__))
+FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_max_isa=AVX"
+# A flag that JAX does not know ends the process without a word: later versions have only these emitters,
+# which take half as long again.
+if jax.__version_info__ < (0, 11):
+    FLAGS += " --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("XLA_FLAGS", FLAGS)
 
 gc.set_threshold(50_000)  # tracing makes many small objects, few of them garbage
 
@@ -98,13 +90,7 @@ def scanned(txs, states, params, grads, abstain=None, told=True):
 
 
 @pytest.fixture(scope="session")
-def mesh_of():
-    """``W -> Mesh`` of the first W devices."""
-    return lambda workers: mesh_on(f"{AXIS}={workers}")
-
-
-@pytest.fixture(scope="session")
-def run_workers(mesh_of):
+def run_workers():
     """Runs some transforms, each worker in its own device, from state of their own.
 
     ``run_workers({name: tx}, params, grads [steps, W, ...], abstain bool[steps, W])`` returns for each
@@ -121,7 +107,7 @@ def run_workers(mesh_of):
             done = scanned(txs, states, params, grads, abstain, told=someone)
             return {n: (u, jax.tree.map(lambda x: x[:, None], s)) for n, (u, s) in done.items()}
 
-        mesh, someone = mesh_of(np.shape(abstain)[1]), np.any(abstain)
+        mesh, someone = mesh_on(f"{AXIS}={np.shape(abstain)[1]}"), np.any(abstain)
         split = P(None, AXIS)
         specs = {"in_specs": (P(), split, split), "out_specs": dict.fromkeys(txs, (P(), split))}
         run = jax.shard_map(worker, mesh=mesh, **specs, check_vma=check_vma)

@@ -4,7 +4,6 @@ That every public optimizer sends what is predicted is the contract's. Here are 
 no public optimizer is made of, and workers of several devices.
 """
 
-import pathlib
 import runpy
 
 import jax
@@ -16,11 +15,11 @@ from conftest import AXIS, absent, workers_on
 from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+from pages import ROOT
 
 import lioncub_jax as lc
 from lioncub_jax.audit import units
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 AT_OWNER = {"decision": lc.decide.at_owner(optax.scale_by_lion(), lc.decide.sign())}
 Q, D, WIRES = lc.quantize, lc.decide, lc.wires
 

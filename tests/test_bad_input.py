@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from conftest import AXIS, absent, in_order
-from jax.sharding import PartitionSpec as P
+from conftest import AXIS, absent, in_order, workers_on
+from contract import traced
 
 import lioncub_jax as lc
 from lioncub_jax.baselines.terngrad import Total
@@ -19,6 +19,7 @@ from lioncub_jax.exchange.arguments import part
 
 Q, D, WIRES, SYNC = lc.quantize, lc.decide, lc.wires, lc.sync
 PARAMS = {"w": jnp.ones((5,))}
+FOUR = workers_on("data=4")
 NAN = float("nan")
 
 cub = functools.partial(lc.lion_cub, 0.1, workers=AXIS)
@@ -38,21 +39,6 @@ at_owner = D.at_owner(optax.scale_by_lion(), D.sign())
 
 def raises(error, words):
     return pytest.raises(error, match=in_order(words))
-
-
-@pytest.fixture(scope="module")
-def trace(mesh_of):
-    """``(tx, workers=4)``: traces an update of gradients that are each worker's own."""
-
-    def of_workers(tx, workers=4):
-        def body(grads):
-            local = jax.lax.pcast(grads, AXIS, to="varying")
-            return tx.update(local, tx.init(PARAMS), PARAMS)[0]
-
-        mapped = jax.shard_map(body, mesh=mesh_of(workers), in_specs=P(), out_specs=P(AXIS))
-        return jax.eval_shape(mapped, PARAMS)
-
-    return of_workers
 
 
 # --- One argument -----------------------------------------------------------------------------------
@@ -314,9 +300,9 @@ TRACED += [
 
 
 @pytest.mark.parametrize(("tx", "words"), TRACED)
-def test_a_transform_that_cannot_run_here(trace, tx, words):
+def test_a_transform_that_cannot_run_here(tx, words):
     with raises(ValueError, words):
-        trace(tx)
+        traced(tx, PARAMS, PARAMS)
 
 
 def injected(**options):
@@ -370,18 +356,17 @@ def test_a_call_that_says_too_little_or_too_much(call, error, words):
         call()
 
 
-def test_a_module_with_functions_among_its_leaves(mesh_of):
+def test_a_module_with_functions_among_its_leaves():
     """As those of equinox have."""
-    workers = lc.Workers(mesh_of(4), AXIS)
-    tx, module = cub(workers=workers), {"relu": jax.nn.relu, "w": jnp.ones(3)}
-    on_mesh = lc.on_mesh(tx, workers)
+    tx, module = cub(workers=FOUR), {"relu": jax.nn.relu, "w": jnp.ones(3)}
+    on_mesh = lc.on_mesh(tx, FOUR)
     for call in (
-        lambda: lc.init_state(tx, module, workers),
+        lambda: lc.init_state(tx, module, FOUR),
         lambda: on_mesh.init(module),
         lambda: on_mesh.update(module, (), module),
-        lambda: lc.worker_value_and_grad(len, workers)(module, jnp.ones(4)),
+        lambda: lc.worker_value_and_grad(len, FOUR)(module, jnp.ones(4)),
         lambda: cub(workers=None).init(module),
-        lambda: lc.audit.of(votes, module, workers),
+        lambda: lc.audit.of(votes, module, FOUR),
     ):
         with raises(
             TypeError,
@@ -391,18 +376,16 @@ def test_a_module_with_functions_among_its_leaves(mesh_of):
             call()
 
 
-def test_a_raw_key_is_the_typed_one(mesh_of):
-    workers = lc.Workers(mesh_of(4), AXIS)
-    start = functools.partial(lc.init_state, cub(workers=workers), PARAMS, workers)
+def test_a_raw_key_is_the_typed_one():
+    start = functools.partial(lc.init_state, cub(workers=FOUR), PARAMS, FOUR)
     typed, raw = start(rng=jax.random.key(5)).rng, start(rng=jax.random.PRNGKey(5)).rng
     assert typed.dtype == raw.dtype and jax.random.bits(typed) == jax.random.bits(raw)
 
 
-def test_a_loss_with_other_arguments(mesh_of):
-    workers = lc.Workers(mesh_of(4), AXIS)
-    tx = cub(workers=workers)
-    step = lc.make_train_step(lambda params, x, y, z: 0.0, tx, workers)
-    state = lc.init_state(tx, PARAMS, workers)
+def test_a_loss_with_other_arguments():
+    tx = cub(workers=FOUR)
+    step = lc.make_train_step(lambda params, x, y, z: 0.0, tx, FOUR)
+    state = lc.init_state(tx, PARAMS, FOUR)
     with raises(
         TypeError, "the loss takes (params, x, y, z) ... (params, batch, rng): give it these"
     ):

@@ -11,11 +11,11 @@ import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import pytest
 from conftest import absent
+from pages import ROOT
 
 import lioncub_jax as lc
 from lioncub_jax.audit import units
@@ -24,7 +24,6 @@ from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools.cli import examples, output, targets
 from lioncub_jax.tools.cli import plan as plan_command
 
-ROOT = Path(__file__).parents[1]
 MODELS = """
 import jax, jax.numpy as jnp, numpy as np
 from flax import linen, nnx

@@ -3,16 +3,14 @@
 import inspect
 import re
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
-import pages
 import pytest
 from conftest import run_python
+from pages import ROOT, cells
 
 import lioncub_jax as lc
 from lioncub_jax.tools import cli, faults, lab, plan, probe, run
 
-ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("*.md")])
 API = "".join(page.read_text() for page in ROOT.glob("docs/reference/api/*.md"))
 FENCES = re.compile(r"^(```+).*?^\1$", re.S | re.M)
@@ -148,7 +146,7 @@ def test_public_docstrings_tell_of_arguments_errors_an_example_and_a_source():
 
 @pytest.mark.parametrize(("steps", "nats"), [(60, 3), pytest.param(300, 2, marks=pytest.mark.long)])
 def test_the_tutorial_runs_counts_bytes_and_comes_close_to_float32(steps, nats):
-    code = pages.cells("start/tutorial.md")
+    code = cells("start/tutorial.md")
     assert code.count("STEPS, BATCH = 300, 512") == 1
     code = code.replace("STEPS, BATCH = 300, 512", f"STEPS, BATCH = {steps}, 512")
     done = run_python("-c", code, MPLBACKEND="agg", XLA_FLAGS="")

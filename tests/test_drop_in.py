@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from pages import applied, block
+from pages import ROOT, applied, block
 from test_pages import WORLD
 
 from lioncub_jax.audit.compiled import collectives
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # before anything imports keras
-ROOT = Path(__file__).parents[1]
 TRAINERS = ROOT / "examples" / "trainers"
 PAGES = ROOT / "docs/how_to"
 DOCUMENT = (PAGES / "trainer.md").read_text() + (PAGES / "pipeline.md").read_text()

@@ -16,11 +16,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 from conftest import soon, within
+from pages import ROOT
 
 from lioncub_jax.tools import run as elastic
 from lioncub_jax.tools.lab import group
-
-ROOT = Path(__file__).parents[1]
 
 
 def program(text):

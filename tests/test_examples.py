@@ -9,18 +9,16 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import flax
 import jax
 import numpy as np
 import pytest
 from conftest import run_python
-from pages import applied, block
+from pages import ROOT, applied, block
 
 import lioncub_jax as lc
 
-ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 corpus, model, options, training = (

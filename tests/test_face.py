@@ -280,8 +280,7 @@ def test_an_optimizer_without_workers_on_several_devices_is_warned_of(kind):
 
     with pytest.warns(UserWarning, match=r"workers=None.*on several, \{'data': 8\}"):
         on(jax.device_put(PARAMS, NamedSharding(mesh, P())))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         on(jax.device_put(PARAMS, jax.devices()[3]))  # one of eight
         alone = jax.shard_map(on, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
         jax.jit(alone)(PARAMS)  # the local optimizer of a worker

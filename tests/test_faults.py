@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import AXIS, mesh_on, normal
+from conftest import AXIS, mesh_on, normal, workers_on
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -78,9 +78,9 @@ def test_a_flipped_bit_is_named_and_healed(sizes, kind, spec, axis):
         faults.Replicas(lc.Workers(mesh, axis), every=1, heal=False)(state)
 
 
-def test_without_a_majority_the_run_stops(mesh_of):
-    x = jax.device_put(np.ones(4, np.float32), NamedSharding(mesh_of(2), P()))
-    replicas = faults.Replicas(lc.Workers(mesh_of(2), AXIS), every=1)
+def test_without_a_majority_the_run_stops():
+    x = jax.device_put(np.ones(4, np.float32), NamedSharding(mesh_on("data=2"), P()))
+    replicas = faults.Replicas(workers_on("data=2"), every=1)
     said = (
         r"which is right: after step 1 \['x'\] is the same on the workers of each list of \[\[0\], \[1\]\]"
         r"\. .*go back to a state or a checkpoint of before"
@@ -93,13 +93,13 @@ def test_without_a_majority_the_run_stops(mesh_of):
 # --- Bad input
 
 
-def test_what_cannot_be_is_refused(mesh_of):
-    four = lc.Workers(mesh_of(4), AXIS)
+def test_what_cannot_be_is_refused():
+    four = workers_on("data=4")
 
     for said, call in [
         ("every=0", lambda: faults.Replicas(four, every=0)),
         ("compares workers, and there is one",
-         lambda: faults.Replicas(lc.Workers(mesh_of(1), AXIS))),
+         lambda: faults.Replicas(workers_on("data=1"))),
         ("['w'] is not on the mesh of the workers",
          lambda: faults.Replicas(four).check({"w": jnp.ones(3)})),
     ]:  # fmt: skip

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import AXIS, assert_same
+from conftest import AXIS, assert_same, mesh_on, workers_on
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -82,8 +82,8 @@ def test_a_step_as_a_tpu_takes_it_is_the_step(run_workers, as_tpu, method):
     assert all(np.any(x[-1]) for x in jax.tree.leaves(want[0]))
 
 
-def test_only_meshes_of_tpus_have_their_kernels(mesh_of):
-    with jax.sharding.use_abstract_mesh(mesh_of(2).abstract_mesh):
+def test_only_meshes_of_tpus_have_their_kernels():
+    with jax.sharding.use_abstract_mesh(mesh_on("data=2").abstract_mesh):
         assert not kernels.for_tpu()
     device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
     mesh = jax.sharding.AbstractMesh((2,), ("data",), abstract_device=device)
@@ -120,7 +120,7 @@ def test_rows_of_a_leaf_of_tiles_lie_tile_by_tile_and_come_back(shape, at, found
         assert rows[1].reshape(-1, ROW)[found] == x[1][at]
 
 
-def test_a_state_in_another_order_is_refused(as_tpu, mesh_of):
+def test_a_state_in_another_order_is_refused(as_tpu):
     """By hand; `on_mesh` and the training step refuse what is not their optimizer's state anyway."""
     tx = lc.owner_lion(0.5, workers=AXIS)
 
@@ -130,12 +130,14 @@ def test_a_state_in_another_order_is_refused(as_tpu, mesh_of):
         as_tpu(False)
         return tx.update(grads, state)[0]
 
-    over = jax.shard_map(worker, mesh=mesh_of(2), in_specs=P(AXIS), out_specs=P(), check_vma=False)
+    over = jax.shard_map(
+        worker, mesh=mesh_on("data=2"), in_specs=P(AXIS), out_specs=P(), check_vma=False
+    )
     with pytest.raises(ValueError, match=r"another order .*another platform, .* restore it from"):
         jax.eval_shape(over, {"w": jnp.ones((2 * 24, 384))})
 
 
-def test_a_chunk_in_the_order_of_tiles_moves_to_one_in_that_of_leaves(as_tpu, tmp_path, mesh_of):
+def test_a_chunk_in_the_order_of_tiles_moves_to_one_in_that_of_leaves(as_tpu, tmp_path):
     """A checkpoint says in which order rows lie, and is restored in the order of the mesh that asks."""
     params = {"w": jnp.zeros((24, 384)), "b": jnp.zeros(70)}
 
@@ -147,7 +149,7 @@ def test_a_chunk_in_the_order_of_tiles_moves_to_one_in_that_of_leaves(as_tpu, tm
         tx = lc.owner_lion(0.5, workers=workers)
         return lc.init_state(tx, params, workers)
 
-    two, three = (lc.Workers(mesh_of(n), AXIS) for n in (2, 3))
+    two, three = (workers_on(f"data={n}") for n in (2, 3))
 
     def numbered(x):
         return jax.device_put(np.arange(1, x.size + 1, dtype=x.dtype).reshape(x.shape), x.sharding)

@@ -18,11 +18,10 @@ from pathlib import Path
 
 import pytest
 from conftest import soon
+from pages import ROOT
 
-import lioncub_jax as lc
 from lioncub_jax.tools import lab
 
-ROOT = Path(lc.__file__).parents[1]
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 ONE, TWO = lab.Network(1), lab.Network(2)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, assert_same, normal
+from conftest import AXIS, assert_same, mesh_on, normal
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -25,7 +25,7 @@ def gradients():
     return grads
 
 
-def told(mesh, monkeypatch, parts, where, lies):
+def told(monkeypatch, parts, where, lies):
     """What comes of each lie about packed words: updates, the owners' state, metrics."""
     tx = lc.communicate(workers=AXIS, momentum=lc.momentum.nothing(), **parts)
     honest, of = getattr(wires, where), {"pack_message": "message", "pack_reply": "reply"}[where]
@@ -47,7 +47,8 @@ def told(mesh, monkeypatch, parts, where, lies):
 
     cut = P(AXIS)
     specs = {"in_specs": (cut, P()), "out_specs": (P(), cut, P())}
-    run, grads = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs)), gradients()
+    mesh, grads = mesh_on(f"{AXIS}={WORKERS}"), gradients()
+    run = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs))
     return {name: jax.device_get(run(grads, k)) for k, name in enumerate(lies)}
 
 
@@ -95,10 +96,10 @@ VOTES = {
         (Q.integer(8), D.average(), W.two_phase()),
     ],
 )
-def test_whatever_a_worker_sends_it_has_one_vote(mesh_of, monkeypatch, codes, decision, wire):
+def test_whatever_a_worker_sends_it_has_one_vote(monkeypatch, codes, decision, wire):
     """Each update is between those of its two utmost votes."""
     parts = {"quantizer": codes, "decision": decision, "wire": wire}
-    found = told(mesh_of(WORKERS), monkeypatch, parts, "pack_message", VOTES)
+    found = told(monkeypatch, parts, "pack_message", VOTES)
     most, least = found["+"][0], found["-"][0]
     for name, (updates, _, metrics) in found.items():
         for k, u in updates.items():
@@ -122,10 +123,10 @@ DENSE = {"zero": [says(lambda form: 0), says(lambda form: 1)]}  # of a plane of 
         (Q.dense(), D.at_owner(MEAN, D.values()), W.two_phase(), DENSE),
     ],
 )
-def test_what_is_no_number_is_a_zero(mesh_of, monkeypatch, codes, decision, wire, lies):
+def test_what_is_no_number_is_a_zero(monkeypatch, codes, decision, wire, lies):
     parts = {"quantizer": codes, "decision": decision, "wire": wire}
     each = {(name, k): lie for name, same in lies.items() for k, lie in enumerate(same)}
-    found = told(mesh_of(WORKERS), monkeypatch, parts, "pack_message", each)
+    found = told(monkeypatch, parts, "pack_message", each)
     for (name, _), one in found.items():
         assert_same(one, found[name, 0])
         assert one[0]["b"].any(), "the others move it"
@@ -151,12 +152,12 @@ def replies(word, presence):
         (Q.midrise(3), D.at_owner(ADAM, D.codes(2)), np.finfo(np.float32).max),
     ],
 )
-def test_what_an_owner_replies_is_a_step(mesh_of, monkeypatch, codes, decision, reach):
+def test_what_an_owner_replies_is_a_step(monkeypatch, codes, decision, reach):
     """And it does not say alone who came."""
     words = (NAN, 0), (ALL, ALL), (INFINITE, 1), (BELOW, 3)
     lies = {"honest": says()} | {f"{one}": replies(*one) for one in words}
     parts = {"quantizer": codes, "decision": decision}
-    found = told(mesh_of(WORKERS), monkeypatch, parts, "pack_reply", lies)
+    found = told(monkeypatch, parts, "pack_reply", lies)
     for updates, owned, metrics in found.values():
         assert all(np.isfinite(u).all() and abs(u).max() <= reach for u in updates.values())
         assert_same(owned, found["honest"][1])  # counters too
@@ -164,7 +165,7 @@ def test_what_an_owner_replies_is_a_step(mesh_of, monkeypatch, codes, decision, 
 
 
 @pytest.mark.parametrize("number", [-2, 2**30])
-def test_of_any_sum_comes_a_step(mesh_of, monkeypatch, number):
+def test_of_any_sum_comes_a_step(monkeypatch, number):
     """Who lies decides all of it, and nothing beyond."""
     summed, wire = jax.lax.psum, W.counts("int32")
 
@@ -175,7 +176,7 @@ def test_of_any_sum_comes_a_step(mesh_of, monkeypatch, number):
             return wire.collect(*args)
 
     parts = {"quantizer": Q.sign(), "decision": D.average(), "wire": wire._replace(collect=collect)}
-    found = told(mesh_of(WORKERS), monkeypatch, parts, "pack_message", {"honest": says()})["honest"]
+    found = told(monkeypatch, parts, "pack_message", {"honest": says()})["honest"]
     updates, _, metrics = found
     assert all(abs(u).max() <= 1 for u in updates.values())
     assert_sane(metrics, absent=np.clip(metrics["votes/abstained"], 0, WORKERS))

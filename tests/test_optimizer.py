@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, assert_same, mesh_on, normal, scanned
+from conftest import AXIS, assert_same, mesh_on, normal, scanned, workers_on
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -161,20 +161,20 @@ def test_a_mean_in_full_precision_goes_into_the_plain_optimizer(run_workers):
     assert got.dtype == np.float32 and set(-got.ravel()) <= {1.0, 1.0078125}
 
 
-def test_the_first_state_of_a_mean_is_of_the_parameters_to_the_bit(mesh_of):
+def test_the_first_state_of_a_mean_is_of_the_parameters_to_the_bit():
     """What varies by type alone is not added up: it could overflow, or be rounded."""
     params = {"w": np.float16(6e4), "c": np.complex64(1 + 2j), "n": np.int32(2**30 + 1)}
     tx = lc.global_gradients(optax.GradientTransformation(lambda x: x, None), workers=AXIS)
     first = lambda x: tx.init(jax.lax.pcast(x, AXIS, to="varying")).inner  # noqa: E731
-    run = jax.shard_map(first, mesh=mesh_of(3), in_specs=P(), out_specs=P())
+    run = jax.shard_map(first, mesh=mesh_on("data=3"), in_specs=P(), out_specs=P())
     assert_equal(jax.jit(run)(params), params)
 
 
-def test_what_is_at_the_owner_takes_one_eighth_of_the_memory_on_each_of_8_devices(mesh_of):
-    params, mesh = {"w": jnp.ones(8 * 64 * 256)}, mesh_of(8)
+def test_what_is_at_the_owner_takes_one_eighth_of_the_memory_on_each_of_8_devices():
+    params, workers = {"w": jnp.ones(8 * 64 * 256)}, workers_on("data=8")
 
     def momentum(tx):
-        state = lc.training.abstract_state(tx, params, lc.Workers(mesh, AXIS))
+        state = lc.training.abstract_state(tx, params, workers)
         leaves = jax.tree.leaves(state.opt_state)
         return sum(math.prod(x.sharding.shard_shape(x.shape)) for x in leaves if x.ndim)
 
@@ -269,24 +269,22 @@ def test_wherever_it_runs_the_updates_are_the_same(nested, run):
 # --- What the compiled program holds ----------------------------------------------------------------
 
 
-def compiled_update(tx, params, mesh):
+def compiled_update(tx, params, workers):
     """The compiled update, of gradients ``[W, ...]``."""
-    workers = lc.Workers(mesh, AXIS)
     state = lc.training.abstract_state(tx, params, workers).opt_state
-    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((mesh.size, *p.shape), p.dtype), params)
+    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((workers.count, *p.shape), p.dtype), params)
     return jax.jit(lc.on_mesh(tx, workers).update).lower(grads, state, params).compile()
 
 
-def test_each_bucket_is_a_pair_of_collectives_with_coins_of_its_own(mesh_of):
+def test_each_bucket_is_a_pair_of_collectives_with_coins_of_its_own():
     shapes = {k: (n,) for k, n in zip("abcdef", (100, 100, 50, 300, 64, 64), strict=True)}
-    params, mesh = of_shapes(shapes), mesh_of(2)
-    compiled = compiled_update(cub(bucket_size=200, weight_decay=0.0), params, mesh)
-    ops = sorted(c.op for c in collectives(compiled, mesh))
+    params, workers = of_shapes(shapes), workers_on("data=2")
+    compiled = compiled_update(cub(bucket_size=200, weight_decay=0.0), params, workers)
+    ops = sorted(c.op for c in collectives(compiled, workers.mesh))
     assert ops == ["all-gather"] * 4 + ["all-to-all"] * 4  # a b | c | d | e f
-    workers = lc.Workers(mesh, AXIS)
     state = lc.on_mesh(cub(bucket_size=200), workers).init(params)
     tied = jax.tree.map(lambda p: jnp.stack([jnp.ones(p.shape), -jnp.ones(p.shape)]), params)
-    updates, _ = compiled(*jax.device_put((tied,), NamedSharding(mesh, P(AXIS))), state, params)
+    updates, _ = compiled(*jax.device_put((tied,), workers.shardings(P(AXIS))), state, params)
     assert not np.array_equal(updates["a"][:50], updates["c"])
     assert not np.array_equal(updates["c"], updates["d"][:50])
 
@@ -294,12 +292,12 @@ def test_each_bucket_is_a_pair_of_collectives_with_coins_of_its_own(mesh_of):
 @pytest.mark.parametrize(
     ("tx", "size", "few"), [(cub(), 128 * layout.SMALL, 3), (owner_lion(), 1000, 8)]
 )
-def test_the_program_grows_with_the_number_of_leaves_and_no_faster(mesh_of, tx, size, few):
+def test_the_program_grows_with_the_number_of_leaves_and_no_faster(tx, size, few):
     """Flags of all leaves that were found anew for each leaf made it grow with the square."""
     lines = []
     for leaves in (few, 2 * few, 4 * few):
         params = [jax.ShapeDtypeStruct((size,), jnp.float32)] * leaves
-        program = compiled_update(tx, params, mesh_of(2)).as_text()
+        program = compiled_update(tx, params, workers_on("data=2")).as_text()
         lines.append(len(program.splitlines()))
     assert lines[2] - lines[1] < 2.4 * (lines[1] - lines[0]), lines
 
@@ -349,11 +347,9 @@ def pulled(params, batch, rng):
     return sum(jnp.sum(params[k] * batch[k]) for k in params)
 
 
-def test_padding_is_zero_counters_stay_at_the_largest_and_a_restored_run_is_equal(
-    mesh_of, tmp_path
-):
+def test_padding_is_zero_counters_stay_at_the_largest_and_a_restored_run_is_equal(tmp_path):
     """A scalar whose gradients cancel stays where it is, whatever the padding of its row is coded as."""
-    workers, most = lc.Workers(mesh_of(3), AXIS), jnp.iinfo(jnp.int32).max
+    workers, most = workers_on("data=3"), jnp.iinfo(jnp.int32).max
     tx = lc.owner_lion(0.01, quantizer=lc.quantize.midrise(3), weight_decay=0.0, workers=workers)
     step = lc.make_train_step(pulled, tx, workers)
     batch = {"scalar": np.float32([1, -1, 0]), "ragged": normal(3, 130)}

@@ -4,13 +4,11 @@ import ast
 import re
 import tomllib
 import warnings
-from pathlib import Path
 
-import pages
 import pytest
 import yaml
+from pages import ROOT, block
 
-ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -50,7 +48,7 @@ def test_the_citation_is_of_this_version_and_says_what_the_readme_says():
 
 def test_a_renamed_argument_warns_as_the_page_shows_and_no_old_name_is_overdue():
     names = {"warnings": warnings}
-    exec(pages.block("../CONTRIBUTING.md", "run: renamed"), names)
+    exec(block("../CONTRIBUTING.md", "run: renamed"), names)
     with pytest.warns(DeprecationWarning, match="workers=, axis= goes in 0.5") as caught:
         assert names["vote"](1, axis="data") == names["vote"](1, workers="data")
     assert caught[0].filename == __file__

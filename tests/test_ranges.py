@@ -52,7 +52,7 @@ SIZES = (1e38, 1e20, 1e19, 1e-19, 1e-30, 1e-36)
 
 
 @pytest.fixture(scope="module")
-def first(mesh_of):
+def first():
     """Gradients ``[W, n]`` times ``POWERS``, signs ``[n]`` times ``SIZES``, and the first updates."""
     rng = np.random.default_rng(0)
     plain = rng.uniform(0.5, 2, (3, 700)) * rng.choice([-1, 0, 1], (3, 700), p=[0.45, 0.1, 0.45])
@@ -60,7 +60,7 @@ def first(mesh_of):
     cases = [plain.astype(np.float32) * np.float32(2.0**power) for power in POWERS]
     cases += [np.stack([signs * np.float32(size)] * 3) for size in SIZES]
     txs = {name: vote(**METHODS[name]) for name in OWNERS}
-    return plain, signs, first_updates(mesh_of(3), txs, np.stack(cases))
+    return plain, signs, first_updates(mesh_on("data=3"), txs, np.stack(cases))
 
 
 @pytest.mark.parametrize("name", OWNERS)

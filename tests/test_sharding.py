@@ -41,10 +41,6 @@ def group_size(workers):
     return workers.mesh.shape.get(workers.group, 1)
 
 
-def laid(workers, tree, specs):
-    return jax.device_put(tree, workers.shardings(specs))
-
-
 # Ragged shards, shards below a word, replicated ones; and the axes that cut each dimension, if they are
 # there.
 LEAVES = {
@@ -84,11 +80,8 @@ class Bucket(NamedTuple):
 
 def chunk_rows(sizes, parts):
     """How many rows each of so many parts takes of leaves that are joined in one buffer."""
-    rows = [-(-size // 128) for size in sizes]
-    big = [n > 512 for n in rows]
-    total = sum(-(-n // 32) * 32 if b else n for n, b in zip(rows, big, strict=True))
-    unit = 32 if any(big) else 16
-    return -(-total // (parts * unit)) * unit
+    rows = coding.buffer_of([np.zeros((1, size)) for size in sizes]).rows
+    return coding.round_up(-(-sum(rows) // parts), 32 if max(rows) > coding.BIG else 16)
 
 
 def buckets_of(sizes, specs, workers):
@@ -302,7 +295,7 @@ def test_random_rounding_differs_between_shards():
 
 
 def test_arrays_and_boxes_say_how_parameters_are_cut():
-    array = laid(on("data=4 tp=2"), jnp.ones((4, 6)), P(None, "tp"))
+    array = jax.device_put(jnp.ones((4, 6)), on("data=4 tp=2").shardings(P(None, "tp")))
     shaped = jax.ShapeDtypeStruct((4, 6), jnp.float32, sharding=array.sharding)
     boxed = nn.Partitioned(array, (None, "tp"))
     for cut in (array, shaped, boxed):

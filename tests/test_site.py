@@ -5,11 +5,10 @@ import http.server
 import shutil
 import threading
 import urllib.parse
-from pathlib import Path
 
 import pytest
+from pages import ROOT
 
-ROOT = Path(__file__).parents[1]
 SITE = ROOT / "build" / "docs"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 WINDOWS = {"wide": {"width": 1400, "height": 900}, "narrow": {"width": 390, "height": 844}}

@@ -264,8 +264,7 @@ def test_the_switch_and_programs_that_are_given(mesh):
     with pytest.warns(UserWarning, match="also 344 kB of floats"):
         wrong = lowered(**gathers).compile()
     assert lc.audit.mode("allow") == "warn"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         allowed = lowered(**gathers).compile()
         lc.audit.mode("raise")
         lowered().compile()  # what was compiled before stays allowed
@@ -300,8 +299,7 @@ def test_another_program_of_the_name_of_one_that_votes_is_not_warned_of(mesh):
     def step(x):
         return x
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         jax.jit(step).lower(1.0).compile()
 
 
@@ -315,8 +313,7 @@ def test_votes_that_only_a_branch_takes_are_warned_of(vote, mesh):
 
     with pytest.warns(UserWarning, match="apply_if_finite does that.*abstains by itself"):
         in_pmap(step, tx.init).compile()
-    with warnings.catch_warnings():  # what on_mesh calls is checked before
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):  # what on_mesh calls is checked before
         step, args, _ = step_of(mesh, inner=optax.MultiSteps(vote, 2).gradient_transformation())
         jax.jit(step).lower(*args).compile()
 
