@@ -792,8 +792,8 @@ MUTANTS = r"""
 + factors, relative = [], 0.0
 
 = a mean of 13 s is told to hide behind half a second
-- most == 1 and mean.estimate.communication(share) <= self.compute
-+ most == 1
+- mean and most == 1 and mean.estimate.communication(share) <= self.compute
++ mean and most == 1
 
 = a mean is taken never to overlap
 - overlaps = (0.0, 0.0 if self.cluster.on_cpu else 1.0)

@@ -20,7 +20,7 @@ def what_to_use_text() -> str:
         "network", "tokens", "data", "runs", "use", "bits", "cost", "as fast", "rate", "decay", "betas",
     )  # fmt: skip
     rows = what_to_use()
-    lines = [head, ["---"] * len(head), *map(_cells, rows)]
+    lines = [head, ["---"] * len(head), *(_cells(row) for row in rows if row.plans)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return (
         f"{table}\n\n* *network*: the time of a float32 all-reduce of gradients, divided by the time of "
@@ -35,7 +35,7 @@ def what_to_use_text() -> str:
         "* *rate* and *decay*: divided by those of float32 AdamW. Multiply those of the AdamW that you "
         "have, and tune. These ratios and *betas* were best in these runs.\n\n"
         f"Measured with a {study['model']} of {cell.parameters:,} parameters, not on a GPU. "
-        f"{_runs(rows)}\n"
+        f"{_runs(rows)}{_not_measured(rows)}\n"
     )
 
 
@@ -54,10 +54,20 @@ def _runs(rows: list[Use]) -> str:
     return " ".join(f"{where}, {n} seed{'s' * (n != '1')}." for where, n in seeds.items())
 
 
+def _not_measured(rows: list[Use]) -> str:
+    """What nobody ran."""
+    missing = [
+        f"{' and '.join(f'{n:,}' for n in row.tokens)} tokens with data {row.data}"
+        for row in rows
+        if not row.plans
+    ]
+    return f" Not measured: {', '.join(missing)}." if missing else ""
+
+
 def _cells(row: Use) -> list[str]:
     tokens = ", ".join(f"{n:,}" for n in row.tokens)
     if row.method() == NOT_MEASURED:
-        networks = _from_to(row.networks(), "g") if row.plans else "any"
+        networks = _from_to(row.networks(), "g")
         return [networks, tokens, row.data, "", row.verdict(), *[""] * 6]
     plans = list(row.plans.values())
     scheme, _, how, _ = plans[0].rows[row.method()]

@@ -33,9 +33,9 @@ ROOT = Path(__file__).parents[2]
 WITHOUT = "nobody"  # the first where no method gets there
 Found = dict[str, Any]  # what the packaged file holds
 PAGES = {
-    "README.md": ("answer",),
+    "README.md": ("answer", "sooner"),
     "docs/how_to/planner.md": (),
-    "docs/explain/planner.md": ("published", "measured"),
+    "docs/explain/planner.md": ("shares", "published", "measured"),
     "docs/how_to/choose.md": ("what to use",),
     "docs/reports/learnt.md": ("learnt",),
     "docs/reports/convergence.md": (
@@ -188,6 +188,8 @@ def rewritten(packaged: Found, tables: Mapping[str, str]) -> dict[Path, str]:
     made: dict[str, Callable[[], str]] = {
         "answer": answer.answer_text,
         "what to use": answer.what_to_use_text,
+        "sooner": lambda: sooner(packaged),
+        "shares": published.shares,
         "published": published.table,
         "measured": published.measured,
         "seconds": lambda: seconds(packaged),
@@ -264,6 +266,17 @@ def speedups(packaged: Found) -> str:
             ]  # fmt: skip
 
     return report.markdown(head, lines())
+
+
+def sooner(packaged: Found) -> str:
+    """How much sooner PyTorch is at the loss, in cells of the lab where it is first."""
+    lines = []
+    for cell in cells(packaged):
+        _, peer, ratio = speedup(times(packaged, cell))
+        if ratio and ratio < 1 and peer in TORCH:
+            lines.append(f"{cell.tokens:,} tokens, {cell.network}: {1 / ratio:.1f} times")
+    page = "docs/reports/benchmarks.md#time-to-loss"
+    return f"In the [lab]({page}) PyTorch was sooner at the loss with {'; '.join(lines)}.\n"
 
 
 def number(x: float | None, form: str) -> str:

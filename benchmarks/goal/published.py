@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import report
 from report import Rows
 
+from lioncub_jax.audit import units
 from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools.plan.model import Estimate, published_shares
 
@@ -96,6 +97,15 @@ def factors(some: Rows) -> Errors:
     """How far the predictions of rows are from their seconds."""
     each = [max(x := row["predicted"] / row["seconds"], 1 / x) for row in some]
     return Errors(statistics.median(each), max(each))
+
+
+def shares() -> str:
+    """The shares of nominal rates, by kind of network."""
+    lines = []
+    for row in published_shares():
+        limit = units.rate_text(row["up_to"]) if row["up_to"] else ""
+        lines.append([row["kind"], limit, f"{row['share']:.0%}", row["source"]])
+    return report.markdown(["network", "up to", "share", "source"], lines)
 
 
 def measured() -> str:

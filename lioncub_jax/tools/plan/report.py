@@ -126,13 +126,10 @@ class Plan(NamedTuple):
 
     def use(self) -> str:
         """Names the method to use, perhaps after a measurement; or "not measured"."""
-        kinds = {
-            USE: ("ours", "peer"),
-            MEASURE: ("ours", "peer"),
-            USE_MEAN: ("mean",),
-            HIDES: ("mean",),
-        }
-        return self.first(*kinds.get(self.verdict(), ("none",))) or NOT_MEASURED
+        verdict = self.verdict()
+        if verdict in (USE, MEASURE):
+            return self.first("ours", "peer")
+        return (verdict in (USE_MEAN, HIDES) and self.first("mean")) or NOT_MEASURED
 
     def mean(self) -> Row | None:
         """Returns the all-reduce of gradients that takes least; None if none fits."""
@@ -145,24 +142,22 @@ class Plan(NamedTuple):
         Of two workers votes are not measured, and the least exchange is a mean.
         """
         best, waits = max(self.cluster.shares()), self.cluster.link.latency
-        kinds = {"mean"} if self.cluster.num_workers == 2 else {"ours", "peer", "mean"}
-        takes = min(
+        least = min(
             (
                 row.estimate.communication(best) / row.accumulate
                 for row in self.rows.values()
-                if row.scheme.every == 1 and row.scheme.kind in kinds
+                if row.scheme.every == 1
+                and (self.cluster.num_workers > 2 or row.scheme.kind == "mean")
             ),
             default=0.0,
         )
         late = waits > self.compute and not self.cluster.measured
-        return takes / self.compute if late or takes > LONG * self.compute else 0.0
+        return least / self.compute if late or least > LONG * self.compute else 0.0
 
     def overlaps(self, share: float) -> bool:
         """Returns whether an all-reduce, which may overlap, takes no longer than computing."""
-        mean, most = self.mean(), max(overlap for _, overlap in self.corners()[1:])
-        if mean is None:
-            return False
-        return most == 1 and mean.estimate.communication(share) <= self.compute
+        mean, (_, most) = self.mean(), self.corners()[-1]
+        return bool(mean and most == 1 and mean.estimate.communication(share) <= self.compute)
 
     def hides_from(self) -> float:
         """Returns the rate of links from which an all-reduce can hide behind computing; or infinity."""
@@ -346,17 +341,14 @@ def _tuned(how: Learned) -> str:
 
 def _rival(plan: Plan) -> str:
     """The best of the other kind, beside a method that is ours or a peer."""
-    kinds = {
-        "ours": ("peer", "The best other method"),
-        "peer": ("ours", "The best of this library"),
-    }
-    other, words = kinds.get(plan.rows[plan.use()].scheme.kind, ("", ""))
-    name = other and plan.first(other)
-    if not name:
+    times, name = plan.times(), plan.use()
+    kind = plan.rows[name].scheme.kind
+    others = [other for other in times if plan.rows[other].scheme.kind not in (kind, "mean")]
+    if kind == "mean" or not others:
         return ""
-    times = plan.times()
-    longer = digits(times[name] / times[plan.use()])
-    return f"{words}, {plan.rows[name].code}, takes about {longer} times as long. "
+    words = "other method" if kind == "ours" else "of this library"
+    longer = digits(times[others[0]] / times[name])
+    return f"The best {words}, {plan.rows[others[0]].code}, takes about {longer} times as long. "
 
 
 def _what_to_measure(plan: Plan) -> str:
