@@ -17,7 +17,8 @@ from typing import Any
 
 import report
 from goal import contenders, evidence, lengths, pages
-from goal.curves import FLAGS, key_of
+from goal.curves import key_of
+from goal.runner import FLAGS
 from goal.study import Study
 from time_to_loss import ROWS as SHORT
 

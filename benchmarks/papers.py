@@ -21,8 +21,8 @@ import optax
 import report
 from goal import tuning
 from goal.contenders import ADAM, LION, Family, Hyper, adam, lion
-from goal.curves import FLAGS
-from goal.images import EPOCHS, Run, Runner, init, key_of
+from goal.images import EPOCHS, Run, init, key_of, runner
+from goal.runner import FLAGS
 from goal.vision import Tables
 from oracle import baselines, coding, sync
 from oracle import dgc as reference_dgc
@@ -297,7 +297,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.left:
         return
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
-    study = Study(args.save, Runner(lambda name, h: ALL[name].direction(h), VOTES, args.images))
+    study = Study(args.save, runner(lambda name, h: ALL[name].direction(h), VOTES, args.images))
     for job in some:
         study.run(job)
         print(f"{job}: {left(some, report.read(args.save, key_of))}", flush=True)

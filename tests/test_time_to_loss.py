@@ -15,7 +15,7 @@ import pictures
 import pytest
 import time_to_loss
 from conftest import AXIS, scanned
-from goal import contenders, curves, evidence, lengths, pages, study, trainer, tuning
+from goal import contenders, curves, evidence, lengths, pages, runner, study, trainer, tuning
 from goal.contenders import CONTENDERS, Hyper
 from goal.lab import NOTHING
 from goal.model import MODEL, STEPS, TOKENS
@@ -90,8 +90,8 @@ def test_a_run_learns_says_how_noisy_it_is_and_goes_on_after_a_stop(monkeypatch,
     run = curves.Run(
         "curve", name, TOKENS[0], 4, "alike", 2e-3, *one.family.betas, 0.1, 0, steps=16, width=32
     )
-    times = {"compiling", "seconds", "cpu_seconds"}
-    runner, write = curves.Runner(tmp_path), curves.Stopped.write
+    times = {"compiling", "cpu_seconds"}
+    runs, write = curves.runner(tmp_path), runner.Stopped.write
 
     def stopping(self, state, points, *taken):
         write(self, state, points, *taken)
@@ -99,9 +99,9 @@ def test_a_run_learns_says_how_noisy_it_is_and_goes_on_after_a_stop(monkeypatch,
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(curves.Stopped, "write", stopping)
-        runner.run(run)
-    after, whole = runner.run(run), runner.run(run)
+        patch.setattr(runner.Stopped, "write", stopping)
+        runs.run(run)
+    after, whole = runs.run(run), runs.run(run)
     assert all(after[x] == whole[x] for x in whole if x not in times) and not list(
         tmp_path.iterdir()
     )
@@ -191,9 +191,8 @@ def test_seconds_to_where_the_better_stands_are_steps_times_seconds_of_a_step():
     assert took == pytest.approx(
         {"vote": STEPS / 4, "adamw": 0.8 * STEPS * 4, "lion": STEPS * 4}, rel=1e-3
     )
-    keys = pages.keys(found)
-    assert keys["speedup_over_best_peer"][str(CELL)] == ("vote", "adamw", 12.8)
-    assert keys["limit"][str(CELL)] == pytest.approx(0.8 * STEPS / 8, rel=1e-3)
+    assert pages.speedup(took) == ("vote", "adamw", 12.8)
+    assert pages.limit(found, CELL) == pytest.approx(0.8 * STEPS / 8, rel=1e-3)
 
 
 def test_steps_of_several_kinds_each_take_their_own_time_and_torch_those_of_its_method():
@@ -212,7 +211,7 @@ def test_who_never_gets_there_or_diverges_is_said_so(how):
     learned = found["cells"][0]["methods"]["vote"]
     assert learned["steps"][1:] == [None, None] and (learned["loss"] is None) == ("loss" in how)
     assert "vote" not in pages.times(found, CELL)
-    assert pages.keys(found)["speedup_over_best_peer"][str(CELL)] == ("nobody", "adamw", None)
+    assert pages.speedup(pages.times(found, CELL)) == ("nobody", "adamw", None)
 
 
 def test_what_only_one_of_several_runs_reaches_is_not_measured():

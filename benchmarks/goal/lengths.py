@@ -15,8 +15,9 @@ from report import Rows
 
 from goal import tuning
 from goal.contenders import DECAYS, OUTERS, REASONS, Hyper, contender_named
-from goal.curves import Run, Runner, hyper_of, key_of
+from goal.curves import Run, hyper_of, key_of, runner
 from goal.model import STEPS, WIDTH
+from goal.runner import Runner
 from goal.settings import last
 
 WORKERS, TOKENS = 8, 256
@@ -104,12 +105,12 @@ class Study:
     Args:
       save: the file of rows.
       short: the rows of 256 steps.
-      runner: trains; made for ``kept``, a folder for runs that were stopped, where none is given.
+      runs: what trains; made for ``kept``, a folder for runs that were stopped, where none is given.
     """
 
-    def __init__(self, save: Path, short: Path, kept: Path, runner: Runner | None = None):
+    def __init__(self, save: Path, short: Path, kept: Path, runs: Runner | None = None):
         self._save, self._short = save, report.read(short, key_of)
-        self._runner = runner or Runner(kept)
+        self._runner = runs or runner(kept)
 
     def run(self, job: Job) -> None:
         """Tunes the method and runs its seeds."""
