@@ -6,6 +6,7 @@ And pictures, which share what the planner has traced here.
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import convergence
@@ -13,13 +14,13 @@ import jax
 import numpy as np
 import pictures
 import pytest
+import report
 import time_to_loss
 from conftest import AXIS, scanned
 from goal import contenders, curves, evidence, lengths, pages, runner, study, trainer, tuning
 from goal.contenders import CONTENDERS, Hyper
 from goal.lab import NOTHING
 from goal.model import MODEL, STEPS, TOKENS
-from report import read
 
 WORKERS = 8
 
@@ -118,20 +119,21 @@ def test_long_runs_are_tuned_by_four_runs_from_what_was_best_in_short_ones(tmp_p
             ran.append(run)
             return run._asdict() | {"loss": [abs(math.log2(run.rate / 0.004))]}
 
-    study = lengths.Study(tmp_path / "rows.jsonl", time_to_loss.ROWS, tmp_path, Runner())
+    once = report.Once(tmp_path / "rows.jsonl", curves.key_of, Runner())
+    run = partial(lengths.run, once=once, short=report.read(time_to_loss.ROWS))
     job = lengths.Job("1024", "adamw", 1024)
-    study.run(job)
-    study.run(job)  # nothing twice
-    assert [run.rate for run in ran] == [0.00566, 0.00283, *[0.00283] * 2, *[0.00283] * 3]
-    assert [run.seed for run in ran] == [tuning.SEED] * 4 + [0, 1, 2]
-    study.run(lengths.Job("4096", "adamw", 4096, factors=(0.5, 0.25), seeds=2))
-    assert [run.rate for run in ran[7:]] == [0.00142, 0.000708, 0.00142]
-    study.run(lengths.jobs_of("reason")[-1]._replace(like="adamw", seeds=1))  # the mean of signs
-    assert [run[5:9] for run in ran[10:]] == [
+    run(job)
+    run(job)  # nothing twice
+    assert [one.rate for one in ran] == [0.00566, 0.00283, *[0.00283] * 2, *[0.00283] * 3]
+    assert [one.seed for one in ran] == [tuning.SEED] * 4 + [0, 1, 2]
+    run(lengths.Job("4096", "adamw", 4096, factors=(0.5, 0.25), seeds=2))
+    assert [one.rate for one in ran[7:]] == [0.00142, 0.000708, 0.00142]
+    run(lengths.jobs_of("reason")[-1]._replace(like="adamw", seeds=1))  # the mean of signs
+    assert [one[5:9] for one in ran[10:]] == [
         (0.00566, 0.8, 0.98, 0.05), (0.0113, 0.8, 0.98, 0.025)
     ]  # fmt: skip
     with pytest.raises(ValueError, match=r"none of powersgd-4, .* ran: run --part 1024 first"):
-        study.run(lengths.Job("4096", "best-powersgd", 4096, factors=(0.5,)))
+        run(lengths.Job("4096", "best-powersgd", 4096, factors=(0.5,)))
 
 
 def test_agreement_is_that_of_pairs():
@@ -229,7 +231,7 @@ def test_packaged_evidence_and_numbers_of_pages_are_those_of_the_committed_rows(
     """If not: python benchmarks/convergence.py --report."""
     stale = [path.name for path, text in convergence.made().items() if path.read_text() != text]
     assert stale == []
-    rows = read(time_to_loss.ROWS, curves.key_of)
+    rows = report.read(time_to_loss.ROWS, curves.key_of)
     rates = {f"{row['rate']:g}" for row in rows if row["part"] == "curve"}  # of a small model alone
     for page in ("README.md", "docs/how_to/choose.md", "docs/how_to/planner.md"):
         shown = re.findall(r"\d+\.\d+", (pages.ROOT / page).read_text())
