@@ -8,10 +8,10 @@ many steps: of a compare all of it, of a snapshot or a checkpoint what the loop 
 written while steps go on. Then the last state is read, from memory and from disk.
 """
 
-import math
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -55,40 +55,36 @@ def main() -> None:
         lc.Checkpoints(disk, workers=workers) as saved,
         run.Snapshots(saved, memory, buddies=1) as snapshots,
     ):
-        parts: dict[str, Callable[[Any], object]] = {
-            "check": replicas.check,
-            "snapshot": snapshots.save,
-            "snapshot_written": lambda _: snapshots.wait(),
-            "checkpoint": saved.save,
-            "checkpoint_written": lambda _: saved.wait(),
-        }
-        taken: dict[str, list[float]] = {name: [] for name in ("step", *parts)}
-        for _ in range(args.turns + 1):
+        taken: dict[str, list[float]] = defaultdict(list)
+
+        def timed(name: str, what: Callable[..., Any], *given: Any) -> Any:
+            """Until it is done and its arrays are there."""
             began = time.perf_counter()
-            state, metrics = step(state, batch)
-            jax.block_until_ready((state, metrics))
-            taken["step"].append(time.perf_counter() - began)
-            for name, part in parts.items():
-                taken[name].append(seconds(part, state))
-        like = lc.training.abstract_state(tx, params, workers, model_state=model_state)
-        taken["from_memory"] = [seconds(snapshots.restore, like) for _ in range(3)]
+            result = jax.block_until_ready(what(*given))
+            taken[name].append(time.perf_counter() - began)
+            return result
+
+        for _ in range(args.turns + 1):
+            state, _ = timed("step", step, state, batch)
+            timed("check", replicas.check, state)
+            timed("snapshot", snapshots.save, state)
+            timed("snapshot_written", snapshots.wait)
+            timed("checkpoint", saved.save, state)
+            timed("checkpoint_written", saved.wait)
+        for _ in range(3):
+            timed("from_memory", snapshots.restore, state)
         snapshots.clear()
-        taken["from_disk"] = [seconds(saved.restore, like) for _ in range(3)]
-    ms = {f"{name}_ms": round(1e3 * median(times[1:]), 1) for name, times in taken.items()}
+        for _ in range(3):
+            timed("from_disk", saved.restore, state)
+    ms = {f"{name}_ms": 1e3 * median(times[1:]) for name, times in taken.items()}
     shares = {
-        f"{name}_share": float(f"{ms[f'{name}_ms'] / (args.every * ms['step_ms']):.3g}")
+        f"{name}_share": ms[f"{name}_ms"] / (args.every * ms["step_ms"])
         for name in ("check", "snapshot", "checkpoint")
     }
-    parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(params))
+    figures = {name: float(f"{x:.3g}") for name, x in (ms | shares).items()}
+    parameters = sum(x.size for x in jax.tree.leaves(params))
     about = {"benchmark": "checks", "parameters": parameters, "every": args.every}
-    report.finish({**about, **ms, **shares}, args.save)
-
-
-def seconds(what: Callable[..., object], *args: Any) -> float:
-    """Until it is done and its arrays are there."""
-    began = time.perf_counter()
-    jax.block_until_ready(what(*args))
-    return time.perf_counter() - began
+    report.finish(about | figures, args.save)
 
 
 if __name__ == "__main__":

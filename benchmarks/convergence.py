@@ -17,7 +17,8 @@ from typing import Any
 
 import report
 from goal import contenders, evidence, lengths, pages
-from goal.curves import FLAGS, key_of
+from goal.curves import key_of, runner
+from goal.runner import FLAGS
 from goal.study import Study
 from time_to_loss import ROWS as SHORT
 
@@ -26,7 +27,7 @@ ROWS = ROOT / "benchmarks" / "results" / "convergence.jsonl"
 EVIDENCE = ROOT / "lioncub_jax" / "tools" / "plan" / "evidence.json"
 KEPT = ROOT / "runs" / "convergence"
 
-_study: list[lengths.Study] = []  # of this process
+_runs: list[report.Once] = []  # of this process
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -101,8 +102,8 @@ def run(part: str, args: argparse.Namespace) -> None:
 
 def run_job(job: lengths.Job, save: Path) -> None:
     """A job in a process of its own."""
-    _study[:] = _study or [lengths.Study(save, SHORT, KEPT)]
-    _study[0].run(job)
+    _runs[:] = _runs or [report.Once(save, key_of, runner(KEPT))]
+    lengths.run(job, _runs[0], report.read(SHORT, key_of))
 
 
 if __name__ == "__main__":

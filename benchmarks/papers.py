@@ -21,8 +21,8 @@ import optax
 import report
 from goal import tuning
 from goal.contenders import ADAM, LION, Family, Hyper, adam, lion
-from goal.curves import FLAGS
-from goal.images import EPOCHS, Run, Runner, init, key_of
+from goal.images import EPOCHS, Run, init, key_of, runner
+from goal.runner import FLAGS
 from goal.vision import Tables
 from oracle import baselines, coding, sync
 from oracle import dgc as reference_dgc
@@ -198,38 +198,27 @@ def jobs(data: str) -> list[Job]:
     ]
 
 
-class Study:
-    """Runs jobs, and adds a row to a file for each run that is not there yet."""
+def run(job: Job, once: report.Once) -> None:
+    """Tunes the method and runs its seeds."""
 
-    def __init__(self, save: Path, runner: Any) -> None:
-        self._save, self._runner = save, runner
+    def ran(part: str, hyper: Hyper, seed: int) -> dict[str, Any]:
+        return once.run(Run(part, job.method, job.data, job.workers, job.shards, *hyper, seed))
 
-    def run(self, job: Job) -> None:
-        """Tunes the method and runs its seeds."""
-        done = {key_of(row): row for row in report.read(self._save, key_of)}
+    def measure(hyper: Hyper) -> float:
+        return finite(ran("tuning", hyper, tuning.SEED)["tuning_loss"])
 
-        def ran(part: str, hyper: Hyper, seed: int) -> dict[str, Any]:
-            run = Run(part, job.method, job.data, job.workers, job.shards, *hyper, seed)
-            if run not in done:
-                done[run] = self._runner.run(run)
-                report.append(self._save, [done[run] | report.provenance()])
-            return done[run]
-
-        def measure(hyper: Hyper) -> float:
-            return finite(ran("tuning", hyper, tuning.SEED)["tuning_loss"])
-
-        method, rows = ALL[job.method], list(done.values())
-        if job.workers == MANY:
-            hyper, seeds = chosen(rows, job._replace(workers=WORKERS[-1])), SEEDS[:1]
-        elif job.variant:
-            start = chosen(rows, job._replace(method=method.like or job.method, shards="alike"))
-            tried = [start._replace(rate=tuning.rounded(start.rate * f)) for f in FACTORS]
-            hyper, seeds = min(tried, key=measure), SEEDS
-        else:
-            first = tuning.first(method.family)
-            hyper, seeds = tuning.search(measure, first, method.family, TRIES).hyper, SEEDS
-        for seed in seeds:
-            ran("seed", hyper, seed)
+    method, rows = ALL[job.method], once.rows()
+    if job.workers == MANY:
+        hyper, seeds = chosen(rows, job._replace(workers=WORKERS[-1])), SEEDS[:1]
+    elif job.variant:
+        start = chosen(rows, job._replace(method=method.like or job.method, shards="alike"))
+        tried = [start._replace(rate=tuning.rounded(start.rate * f)) for f in FACTORS]
+        hyper, seeds = min(tried, key=measure), SEEDS
+    else:
+        first = tuning.first(method.family)
+        hyper, seeds = tuning.search(measure, first, method.family, TRIES).hyper, SEEDS
+    for seed in seeds:
+        ran("seed", hyper, seed)
 
 
 def finite(loss: float | None) -> float:
@@ -297,9 +286,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.left:
         return
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
-    study = Study(args.save, Runner(lambda name, h: ALL[name].direction(h), VOTES, args.images))
+    trains = runner(lambda name, h: ALL[name].direction(h), VOTES, args.images)
     for job in some:
-        study.run(job)
+        run(job, report.Once(args.save, key_of, trains))
         print(f"{job}: {left(some, report.read(args.save, key_of))}", flush=True)
 
 

@@ -7,7 +7,7 @@ import pathlib
 import platform
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax
 import jax
@@ -72,6 +72,33 @@ def read(path: pathlib.Path, key: Callable[[dict[str, Any]], Any] = dict) -> Row
             ) from error
         rows.append(row)
     return rows
+
+
+class Once(NamedTuple):
+    """Runs that are made once: a row is added to a file for each that it does not have.
+
+    Attributes:
+      save: the file.
+      key: of a row, its run.
+      runner: ``runner.run(run)`` makes a row.
+    """
+
+    save: pathlib.Path
+    key: Callable[[dict[str, Any]], Any]
+    runner: Any
+
+    def rows(self) -> Rows:
+        """The rows of the file."""
+        return read(self.save, self.key)
+
+    def run(self, run: Any) -> dict[str, Any]:
+        """The row of a run."""
+        for row in self.rows():
+            if self.key(row) == run:
+                return row
+        row: dict[str, Any] = self.runner.run(run)
+        append(self.save, [row | provenance()])
+        return row
 
 
 def append(path: pathlib.Path | None, rows: Iterable[dict[str, Any]]) -> None:

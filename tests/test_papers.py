@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import papers
 import pytest
+import report
 from goal import images, vision
 from goal.contenders import Hyper
 from oracle import coding
@@ -29,25 +30,25 @@ class Runner:
 
 def test_methods_are_tuned_alike_and_nothing_runs_twice(tmp_path):
     runner, save = Runner(), tmp_path / "rows.jsonl"
-    study, some = papers.Study(save, runner), papers.jobs("digits")
+    once, some = report.Once(save, papers.key_of, runner), papers.jobs("digits")
     for job in some:
-        study.run(job)
+        papers.run(job, once)
     assert len(runner.ran) == len(set(runner.ran)) == sum(job.runs() for job in some)
     runs = Counter((run.part, run.method, run.workers, run.shards) for run in runner.ran)
     tuned = {runs["tuning", name, n, "alike"] for name in papers.METHODS for n in papers.WORKERS}
     variants = {runs["tuning", name, 8, "classes"] for name in papers.APART}
     assert (tuned, variants) == ({papers.TRIES}, {len(papers.FACTORS)})
-    assert papers.left(some, papers.report.read(save)).endswith(" 0 runs or 0.00 core hours left")
+    assert papers.left(some, report.read(save)).endswith(" 0 runs or 0.00 core hours left")
     before = len(runner.ran)
-    study.run(some[0])
+    papers.run(some[0], once)
     assert len(runner.ran) == before
     with pytest.raises(ValueError, match="mavo has not run with 16 workers: run that first"):
-        papers.Study(tmp_path / "none", runner).run(papers.Job("mavo", 32, "digits"))
+        papers.run(papers.Job("mavo", 32, "digits"), once._replace(save=tmp_path / "none"))
 
 
 def test_a_run_learns_and_says_how_often_averaging_and_majority_agree(monkeypatch):
     monkeypatch.setattr(images, "EPOCHS", {"digits": 3})
-    runner = images.Runner(lambda name, h: papers.ALL[name].direction(h), papers.VOTES, None)
+    runner = images.runner(lambda name, h: papers.ALL[name].direction(h), papers.VOTES, None)
     row = runner.run(images.Run("seed", "mavo", "digits", 4, "classes", 2e-3, 0.8, 0.9, 0.1, 0))
     assert row["steps"] == 120 and row["train"][-1] < row["train"][0] and row["accuracy"] > 0.2
     assert 0.6 < np.mean(row["agree"]["mlp 1"]) < 0.95 and images.key_of(row).hyper.rate == 2e-3

@@ -6,6 +6,7 @@ And pictures, which share what the planner has traced here.
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import convergence
@@ -13,13 +14,13 @@ import jax
 import numpy as np
 import pictures
 import pytest
+import report
 import time_to_loss
 from conftest import AXIS, scanned
-from goal import contenders, curves, evidence, lengths, pages, study, trainer, tuning
+from goal import contenders, curves, evidence, lengths, pages, runner, study, trainer, tuning
 from goal.contenders import CONTENDERS, Hyper
 from goal.lab import NOTHING
 from goal.model import MODEL, STEPS, TOKENS
-from report import read
 
 WORKERS = 8
 
@@ -90,8 +91,8 @@ def test_a_run_learns_says_how_noisy_it_is_and_goes_on_after_a_stop(monkeypatch,
     run = curves.Run(
         "curve", name, TOKENS[0], 4, "alike", 2e-3, *one.family.betas, 0.1, 0, steps=16, width=32
     )
-    times = {"compiling", "seconds", "cpu_seconds"}
-    runner, write = curves.Runner(tmp_path), curves.Stopped.write
+    times = {"compiling", "cpu_seconds"}
+    runs, write = curves.runner(tmp_path), runner.Stopped.write
 
     def stopping(self, state, points, *taken):
         write(self, state, points, *taken)
@@ -99,9 +100,9 @@ def test_a_run_learns_says_how_noisy_it_is_and_goes_on_after_a_stop(monkeypatch,
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(curves.Stopped, "write", stopping)
-        runner.run(run)
-    after, whole = runner.run(run), runner.run(run)
+        patch.setattr(runner.Stopped, "write", stopping)
+        runs.run(run)
+    after, whole = runs.run(run), runs.run(run)
     assert all(after[x] == whole[x] for x in whole if x not in times) and not list(
         tmp_path.iterdir()
     )
@@ -118,20 +119,21 @@ def test_long_runs_are_tuned_by_four_runs_from_what_was_best_in_short_ones(tmp_p
             ran.append(run)
             return run._asdict() | {"loss": [abs(math.log2(run.rate / 0.004))]}
 
-    study = lengths.Study(tmp_path / "rows.jsonl", time_to_loss.ROWS, tmp_path, Runner())
+    once = report.Once(tmp_path / "rows.jsonl", curves.key_of, Runner())
+    run = partial(lengths.run, once=once, short=report.read(time_to_loss.ROWS))
     job = lengths.Job("1024", "adamw", 1024)
-    study.run(job)
-    study.run(job)  # nothing twice
-    assert [run.rate for run in ran] == [0.00566, 0.00283, *[0.00283] * 2, *[0.00283] * 3]
-    assert [run.seed for run in ran] == [tuning.SEED] * 4 + [0, 1, 2]
-    study.run(lengths.Job("4096", "adamw", 4096, factors=(0.5, 0.25), seeds=2))
-    assert [run.rate for run in ran[7:]] == [0.00142, 0.000708, 0.00142]
-    study.run(lengths.jobs_of("reason")[-1]._replace(like="adamw", seeds=1))  # the mean of signs
-    assert [run[5:9] for run in ran[10:]] == [
+    run(job)
+    run(job)  # nothing twice
+    assert [one.rate for one in ran] == [0.00566, 0.00283, *[0.00283] * 2, *[0.00283] * 3]
+    assert [one.seed for one in ran] == [tuning.SEED] * 4 + [0, 1, 2]
+    run(lengths.Job("4096", "adamw", 4096, factors=(0.5, 0.25), seeds=2))
+    assert [one.rate for one in ran[7:]] == [0.00142, 0.000708, 0.00142]
+    run(lengths.jobs_of("reason")[-1]._replace(like="adamw", seeds=1))  # the mean of signs
+    assert [one[5:9] for one in ran[10:]] == [
         (0.00566, 0.8, 0.98, 0.05), (0.0113, 0.8, 0.98, 0.025)
     ]  # fmt: skip
     with pytest.raises(ValueError, match=r"none of powersgd-4, .* ran: run --part 1024 first"):
-        study.run(lengths.Job("4096", "best-powersgd", 4096, factors=(0.5,)))
+        run(lengths.Job("4096", "best-powersgd", 4096, factors=(0.5,)))
 
 
 def test_agreement_is_that_of_pairs():
@@ -191,9 +193,8 @@ def test_seconds_to_where_the_better_stands_are_steps_times_seconds_of_a_step():
     assert took == pytest.approx(
         {"vote": STEPS / 4, "adamw": 0.8 * STEPS * 4, "lion": STEPS * 4}, rel=1e-3
     )
-    keys = pages.keys(found)
-    assert keys["speedup_over_best_peer"][str(CELL)] == ("vote", "adamw", 12.8)
-    assert keys["limit"][str(CELL)] == pytest.approx(0.8 * STEPS / 8, rel=1e-3)
+    assert pages.speedup(took) == ("vote", "adamw", 12.8)
+    assert pages.limit(found, CELL) == pytest.approx(0.8 * STEPS / 8, rel=1e-3)
 
 
 def test_steps_of_several_kinds_each_take_their_own_time_and_torch_those_of_its_method():
@@ -212,7 +213,7 @@ def test_who_never_gets_there_or_diverges_is_said_so(how):
     learned = found["cells"][0]["methods"]["vote"]
     assert learned["steps"][1:] == [None, None] and (learned["loss"] is None) == ("loss" in how)
     assert "vote" not in pages.times(found, CELL)
-    assert pages.keys(found)["speedup_over_best_peer"][str(CELL)] == ("nobody", "adamw", None)
+    assert pages.speedup(pages.times(found, CELL)) == ("nobody", "adamw", None)
 
 
 def test_what_only_one_of_several_runs_reaches_is_not_measured():
@@ -230,7 +231,7 @@ def test_packaged_evidence_and_numbers_of_pages_are_those_of_the_committed_rows(
     """If not: python benchmarks/convergence.py --report."""
     stale = [path.name for path, text in convergence.made().items() if path.read_text() != text]
     assert stale == []
-    rows = read(time_to_loss.ROWS, curves.key_of)
+    rows = report.read(time_to_loss.ROWS, curves.key_of)
     rates = {f"{row['rate']:g}" for row in rows if row["part"] == "curve"}  # of a small model alone
     for page in ("README.md", "docs/how_to/choose.md", "docs/how_to/planner.md"):
         shown = re.findall(r"\d+\.\d+", (pages.ROOT / page).read_text())

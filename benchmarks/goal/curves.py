@@ -1,24 +1,17 @@
 """The loss of each contender, step by step: W simulated workers on one core, in one program.
 
-A run is written at each of its 16 points, so that one that is stopped goes on, equal to the bit.
-
 All contenders see the same windows at the same step of a worker, whoever takes steps alone. Beside the
 loss a run says what its noise was: how often two workers cast the same vote, and the gradient noise
 scale of McCandlish et al. (arXiv 1812.06162).
 """
 
-import hashlib
-import json
 import math
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from functional import Schedule, functional
 from gpt import corpus
@@ -28,11 +21,10 @@ from oracle.lion import blend
 
 from goal.contenders import GONE, Contender, Hyper, contender_named
 from goal.model import CONTEXT, HEAD, MODEL, STEPS, WIDTH
+from goal.runner import Program, Runner
 
 POINTS = 16  # of a curve; local steps divide the steps between two of them
 WINDOWS = 256  # of validation text
-# One thread for a process of simulated workers: small programs gain nothing from a second core.
-FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 
 class Run(NamedTuple):
@@ -118,18 +110,6 @@ def drawn(
 # --- A run
 
 
-class Program(NamedTuple):
-    """A run in parts, each from one point of its curve to the next.
-
-    Attributes:
-      start: ``(seed, hyper) -> state``.
-      part: ``(state, text, windows, hyper, seed, point) -> state, {name: float32[]}``.
-    """
-
-    start: Callable[..., Any]
-    part: Callable[..., Any]
-
-
 def program(contender: Contender, run: Run) -> Program:
     """The program of many runs, compiled once."""
     local_steps, micro, split = contender.local_steps, contender.accumulate, run.data == "different"
@@ -140,17 +120,17 @@ def program(contender: Contender, run: Run) -> Program:
         rate = Schedule(hyper.rate, run.steps // micro)
         return contender.simulated(hyper, rate), contender.local and contender.local(hyper, rate)
 
-    def start(hyper: Hyper, seed: Any) -> simulate.Simulated:
+    def start(text: Text, hyper: Hyper, seed: Any) -> simulate.Simulated:
         simulator, local = method(hyper)
         key = jax.random.key(seed)
         return simulate.start(simulator, init(key), workers, key, local)
 
     def part(
-        state: simulate.Simulated, text: jax.Array, windows: jax.Array, hyper: Hyper, seed: Any, point: Any
+        state: simulate.Simulated, text: Text, hyper: Hyper, seed: Any, point: Any
     ) -> Any:  # fmt: skip
         simulator, local = method(hyper)
         key = jax.random.fold_in(jax.random.key(seed), 1)
-        batch_of = partial(drawn, text, key, workers=workers, count=count, split=split)
+        batch_of = partial(drawn, text.train, key, workers=workers, count=count, split=split)
 
         def step(state: simulate.Simulated, steps: jax.Array) -> Any:
             batch = jnp.concatenate([batch_of(t) for t in steps], axis=1)
@@ -166,10 +146,10 @@ def program(contender: Contender, run: Run) -> Program:
         if contender.votes:
             own = blend(hyper.b1, grads, state.opt_state.mu)
             about |= {"agreement": agreement(own), **opinions(own)}
-        bits = {"loss": nats(state.params, windows), "train": losses.mean()}
+        bits = {"loss": nats(state.params, text.windows), "train": losses.mean()}
         return state, about | {name: x / math.log(2) for name, x in bits.items()}
 
-    return Program(start, part)
+    return Program(POINTS, start, part)
 
 
 def noise(grads: Any, tokens: int) -> dict[str, jax.Array]:
@@ -209,117 +189,16 @@ def opinions(own: Any) -> dict[str, jax.Array]:
     }
 
 
-class Runner:
-    """Runs, compiling each program once.
+class Text(NamedTuple):
+    """Bytes to train on, and windows ``uint8[n, CONTEXT + 1]`` to measure the loss on."""
 
-    Args:
-      kept: a folder for what a run that was stopped goes on from; None for none.
-    """
-
-    def __init__(self, kept: Path | None = None) -> None:
-        text = corpus.standard_library()
-        self._text = jnp.asarray(text.train)
-        self._windows = jnp.asarray(corpus.spread(text.validation, WINDOWS, CONTEXT))
-        self._compiled: dict[Any, Program] = {}
-        self._kept = kept
-
-    def run(self, run: Run) -> dict[str, Any]:
-        """Trains, and returns what a row says about it."""
-        began = time.perf_counter()
-        hyper = Hyper(*(jnp.float32(x) for x in run.hyper))
-        given = self._text, self._windows, hyper, run.seed
-        key = run.contender, run.tokens, run.workers, run.data, run.steps, run.width
-        if key not in self._compiled:
-            # What comes next is mostly of the same kind: one program is kept.
-            jax.clear_caches()
-            traced = program(contender_named(run.contender), run)
-            start = jax.jit(traced.start).lower(hyper, run.seed).compile()
-            part = jax.jit(traced.part, donate_argnums=0)
-            part = part.lower(start(hyper, run.seed), *given, 0).compile()
-            self._compiled = {key: Program(start, part)}
-        compiling = time.perf_counter() - began
-        busy = time.process_time()
-        start, part = self._compiled[key]
-        before = Stopped(run, self._kept)
-        state, points = before.read(start(hyper, run.seed))
-        while len(points) < POINTS:
-            state, about = part(state, *given, len(points))
-            points.append({name: float(x) for name, x in about.items()})
-            taken = time.perf_counter() - began - compiling, time.process_time() - busy
-            before.write(state, points, *taken)
-        before.forget()
-        return {
-            **run._asdict(),
-            **{name: numbers([point[name] for point in points]) for name in points[0]},
-            "compiling": round(compiling, 2),
-            "seconds": round(before.seconds + time.perf_counter() - began, 2),
-            "cpu_seconds": round(before.cpu_seconds + time.process_time() - busy, 2),
-        }
+    train: jax.Array
+    windows: jax.Array
 
 
-class Stopped:
-    """A run that may be stopped at any time: a file has its state at the last point."""
-
-    def __init__(self, run: Run, folder: Path | None):
-        self.seconds = self.cpu_seconds = 0.0  # of earlier starts
-        name = hashlib.sha256(repr(run).encode()).hexdigest()[:16]
-        self._path = None if folder is None else folder / f"{name}.npz"
-
-    def read(self, state: Any) -> tuple[Any, list[dict[str, float]]]:
-        """The state of the last point and the points so far, or the fresh one and none."""
-        if self._path is None or not self._path.exists():
-            return state, []
-        with np.load(self._path) as file:
-            about = json.loads(str(file["about"]))
-            leaves, tree = jax.tree.flatten(state)
-            read = [from_bytes(file[str(i)], x) for i, x in enumerate(leaves)]
-        self.seconds = about["seconds"]
-        # Files of before the seconds of a core were counted have the others alone.
-        self.cpu_seconds = about.get("cpu_seconds", about["seconds"])
-        return jax.tree.unflatten(tree, read), about["points"]
-
-    def write(
-        self, state: Any, points: list[dict[str, float]], seconds: float, cpu_seconds: float
-    ) -> None:
-        """Keeps the state; a stop while it is written leaves the one before."""
-        if self._path is None:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        arrays = {str(i): to_bytes(x) for i, x in enumerate(jax.tree.leaves(state))}
-        so_far = {
-            "seconds": self.seconds + seconds,
-            "cpu_seconds": self.cpu_seconds + cpu_seconds,
-        }
-        about = json.dumps({"points": points, **so_far})
-        part = self._path.with_suffix(".part")
-        with part.open("wb") as file:
-            np.savez(file, about=about, **arrays)
-        part.replace(self._path)
-
-    def forget(self) -> None:
-        """Deletes the file: the row has it all."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-
-
-def to_bytes(x: jax.Array) -> np.ndarray:
-    """``uint8[n]`` of an array or a random key, for a file that knows no bfloat16."""
-    data = jax.random.key_data(x) if is_key(x) else x
-    return np.frombuffer(np.asarray(data).tobytes(), np.uint8)
-
-
-def from_bytes(data: np.ndarray, like: jax.Array) -> jax.Array:
-    """The array or key that was like this one."""
-    form = jax.random.key_data(like) if is_key(like) else like
-    x = jnp.asarray(data.view(form.dtype).reshape(form.shape))
-    return jax.random.wrap_key_data(x) if is_key(like) else x
-
-
-def is_key(x: jax.Array) -> bool:
-    """True for a typed random key."""
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def numbers(each: list[float]) -> list[float | None]:
-    """JSON: five digits; what is not finite is null."""
-    return [float(f"{x:.5g}") if math.isfinite(x) else None for x in each]
+def runner(kept: Path | None = None) -> Runner:
+    """A runner of all contenders on Python's standard library."""
+    library = corpus.standard_library()
+    windows = jnp.asarray(corpus.spread(library.validation, WINDOWS, CONTEXT))
+    text = Text(jnp.asarray(library.train), windows)
+    return Runner(lambda run: program(contender_named(run.contender), run), lambda run: text, kept)

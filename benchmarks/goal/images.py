@@ -5,8 +5,8 @@ digits of scikit-learn are always there. A worker sees 8 images in a step, and a
 training images once (digits: ten times), so more workers take fewer steps, as in the papers.
 """
 
+import functools
 import gzip
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,8 @@ from oracle.lion import Simulator, blend
 from sklearn.datasets import load_digits
 
 from goal.contenders import Hyper
-from goal.curves import numbers, opinions
+from goal.curves import opinions
+from goal.runner import Program, Runner
 
 BATCH = 8  # images of a worker in a step
 POINTS = 8  # of a run
@@ -188,8 +189,10 @@ def scores(params: dict[str, Any], images: Any) -> tuple[jax.Array, jax.Array]:
 # --- A run
 
 
-class Runner:
-    """Trains, compiling each program once.
+def runner(
+    directions: Callable[[str, Hyper], Simulator], votes: set[str], folder: Path | None
+) -> Runner:
+    """A runner of methods on images.
 
     Args:
       directions: ``(method, Hyper) -> Simulator`` of a direction.
@@ -197,87 +200,69 @@ class Runner:
         majority agree.
       folder: of Fashion-MNIST.
     """
+    images = functools.cache(lambda data: read(data, folder))
 
-    def __init__(
-        self, directions: Callable[[str, Hyper], Simulator], votes: set[str], folder: Path | None
-    ) -> None:
-        self._directions, self._votes, self._folder = directions, votes, folder
-        self._images: dict[str, Images] = {}
-        self._compiled: dict[Any, Any] = {}
+    def program(run: Run) -> Program:
+        steps = steps_of(run, len(images(run.data).train[1]))
 
-    def run(self, run: Run) -> dict[str, Any]:
-        """Trains, and returns what a row says about it."""
-        if run.data not in self._images:
-            self._images = {run.data: read(run.data, self._folder)}
-        images = self._images[run.data]
-        hyper = Hyper(*(jnp.float32(x) for x in run.hyper))
-        began = time.process_time()
-        key = run.method, run.data, run.workers, run.shards
-        if key not in self._compiled:
-            jax.clear_caches()
-            train = jax.jit(self._program(run, images)).lower(hyper, run.seed, images)
-            self._compiled = {key: train.compile()}
-        ready = time.process_time()
-        results = jax.device_get(self._compiled[key](hyper, run.seed, images))
-        return {
-            **run._asdict(),
-            "steps": steps_of(run, images),
-            **jax.tree.map(number_or_list, results),
-            "compiling": round(ready - began, 2),
-            "cpu_seconds": round(time.process_time() - ready, 2),
-        }
+        def method(hyper: Hyper) -> Simulator:
+            direction = directions(run.method, hyper)
+            return reference.optimizer(direction, Schedule(hyper.rate, steps), hyper.decay)
 
-    def _program(self, run: Run, images: Images) -> Callable[..., Any]:
-        steps, workers = steps_of(run, images), run.workers
-        by_class = run.shards == "classes"
-
-        def train(hyper: Hyper, seed: Any, images: Images) -> Any:
-            direction = self._directions(run.method, hyper)
-            simulator = reference.optimizer(direction, Schedule(hyper.rate, steps), hyper.decay)
+        def start(images: Images, hyper: Hyper, seed: Any) -> simulate.Simulated:
             key = jax.random.key(seed)
-            x, labels = images.train
-            if by_class:
-                order = jnp.argsort(labels)
-                x, labels = x[order], labels[order]
+            params = init(key, images.train[0].shape[-1])
+            return simulate.start(method(hyper), params, run.workers, key)
 
-            def batch_of(t: Any) -> Any:
-                part = len(labels) // (workers if by_class else 1)
-                at = jax.random.randint(
-                    jax.random.fold_in(key, t), (workers, BATCH), 0, part
-                ) + by_class * part * jnp.arange(workers).reshape(-1, 1)
-                return x[at], labels[at]
+        def part(
+            state: simulate.Simulated, images: Images, hyper: Hyper, seed: Any, point: Any
+        ) -> Any:
+            batch_of = batches(run, images.train, jax.random.key(seed))
 
-            def step(state: Any, t: Any) -> Any:
-                state, losses = simulate.step(loss, simulator, state, batch_of(t))
+            def step(state: simulate.Simulated, t: Any) -> Any:
+                state, losses = simulate.step(loss, method(hyper), state, batch_of(t))
                 return state, losses.mean()
 
-            def part(state: Any, times: jax.Array) -> Any:
-                state, losses = jax.lax.scan(step, state, times)
-                about = {"train": losses.mean()}
-                if run.method in self._votes:
-                    fresh = batch_of(steps + times[0])
-                    grads = jax.vmap(jax.grad(loss), in_axes=(None, 0))(state.params, fresh)
-                    about |= agreement(blend(hyper.b1, grads, state.opt_state.mu))
-                return state, about
+            times = point * (steps // POINTS) + jnp.arange(steps // POINTS)
+            state, losses = jax.lax.scan(step, state, times)
+            about = {"train": losses.mean()}
+            if run.method in votes:
+                fresh = batch_of(steps + times[0])
+                grads = jax.vmap(jax.grad(loss), in_axes=(None, 0))(state.params, fresh)
+                about |= agreement(blend(hyper.b1, grads, state.opt_state.mu))
+            return state, about
 
-            state = simulate.start(simulator, init(key, x.shape[-1]), workers, key)
-            state, about = jax.lax.scan(part, state, jnp.arange(steps).reshape(POINTS, -1))
+        def end(state: simulate.Simulated, images: Images) -> dict[str, Any]:
             tuned, (nats, accuracy) = (
                 scores(state.params, some) for some in (images.tuning, images.test)
             )
-            return about | {"tuning_loss": tuned[0], "loss": nats, "accuracy": accuracy}
+            return {"tuning_loss": tuned[0], "loss": nats, "accuracy": accuracy, "steps": steps}
 
-        return train
+        return Program(POINTS, start, part, end)
 
-
-def number_or_list(x: np.ndarray) -> Any:
-    """JSON of an array of one or no dimension."""
-    return numbers(x.tolist()) if x.ndim else numbers([x.item()])[0]
+    return Runner(program, lambda run: images(run.data))
 
 
-def steps_of(run: Run, images: Images) -> int:
-    """Steps of a run, a multiple of its points."""
-    steps = EPOCHS[run.data] * len(images.train[1]) // (BATCH * run.workers)
+def batches(run: Run, images: tuple[Any, Any], key: jax.Array) -> Callable[[Any], Any]:
+    """A function ``t -> x[W, BATCH, ...], labels[W, BATCH]`` of all images, or of a worker's classes."""
+    x, labels = images
+    by_class = run.shards == "classes"
+    if by_class:
+        order = jnp.argsort(labels)
+        x, labels = x[order], labels[order]
+
+    def batch_of(t: Any) -> Any:
+        part = len(labels) // (run.workers if by_class else 1)
+        at = jax.random.randint(jax.random.fold_in(key, t), (run.workers, BATCH), 0, part)
+        at += by_class * part * jnp.arange(run.workers)[:, None]
+        return x[at], labels[at]
+
+    return batch_of
+
+
+def steps_of(run: Run, count: int) -> int:
+    """Steps of a run over so many images, a multiple of its points."""
+    steps = EPOCHS[run.data] * count // (BATCH * run.workers)
     return steps // POINTS * POINTS
 
 

@@ -7,7 +7,6 @@ Then come the other betas and the other decay, each with what was best before: f
 
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import report
@@ -15,7 +14,7 @@ from report import Rows
 
 from goal import tuning
 from goal.contenders import DECAYS, OUTERS, REASONS, Hyper, contender_named
-from goal.curves import Run, Runner, hyper_of, key_of
+from goal.curves import Run, hyper_of
 from goal.model import STEPS, WIDTH
 from goal.settings import last
 
@@ -98,51 +97,31 @@ PARTS: dict[str, Callable[[], list[Job]]] = {
 }  # fmt: skip
 
 
-class Study:
-    """Runs jobs, and adds a row to a file for each run that is not there yet.
+def run(job: Job, once: report.Once, short: Rows) -> None:
+    """Tunes the method and runs its seeds; ``short`` are the rows of 256 steps."""
+    rows = once.rows()
+    name = resolved(job.contender, rows)
 
-    Args:
-      save: the file of rows.
-      short: the rows of 256 steps.
-      runner: trains; made for ``kept``, a folder for runs that were stopped, where none is given.
-    """
+    def ran(part: str, name: str, hyper: Hyper, seed: int) -> float:
+        size = job.steps, job.width
+        return last(once.run(Run(part, name, job.tokens, WORKERS, "alike", *hyper, seed, *size)))
 
-    def __init__(self, save: Path, short: Path, kept: Path, runner: Runner | None = None):
-        self._save, self._short = save, report.read(short, key_of)
-        self._runner = runner or Runner(kept)
-
-    def run(self, job: Job) -> None:
-        """Tunes the method and runs its seeds."""
-        rows = report.read(self._save, key_of)
-        job = job._replace(contender=resolved(job.contender, rows))
-        done = {key_of(row): row for row in rows}
-
-        def ran(part: str, name: str, hyper: Hyper, seed: int) -> dict[str, Any]:
-            run = Run(part, name, job.tokens, WORKERS, "alike", *hyper, seed, job.steps, job.width)
-            if run not in done:
-                done[run] = self._runner.run(run)
-                report.append(self._save, [done[run] | report.provenance()])
-            return done[run]
-
-        name = job.contender
-        if job.factors:
-            best = best_of(rows, job.like or name)
-            tried = [
-                best._replace(
-                    rate=tuning.rounded(best.rate * f), decay=best.decay / (f if job.like else 1)
-                )
-                for f in job.factors
-            ]
-            losses = {hyper: last(ran("curve", name, hyper, 0)) for hyper in tried}
-            hyper = min(losses, key=losses.__getitem__)
-        else:
-            start = first(job, self._short)
-            hyper = tuned(lambda h: last(ran("tuning", name, h, tuning.SEED)), start, name)
-            if name in OUTERS:
-                losses = {one: last(ran("tuning", one, hyper, tuning.SEED)) for one in OUTERS}
-                name = min(losses, key=losses.__getitem__)
-        for seed in range(job.seeds):
-            ran("curve", name, hyper, seed)
+    if job.factors:
+        best = best_of(rows, job.like or name)
+        tried = [
+            best._replace(
+                rate=tuning.rounded(best.rate * f), decay=best.decay / (f if job.like else 1)
+            )
+            for f in job.factors
+        ]
+        hyper = min(tried, key=lambda h: ran("curve", name, h, 0))
+    else:
+        start = first(job._replace(contender=name), short)
+        hyper = tuned(lambda h: ran("tuning", name, h, tuning.SEED), start, name)
+        if name in OUTERS:
+            name = min(OUTERS, key=lambda one: ran("tuning", one, hyper, tuning.SEED))
+    for seed in range(job.seeds):
+        ran("curve", name, hyper, seed)
 
 
 def first(job: Job, short: Rows) -> Hyper:

@@ -45,29 +45,19 @@ class Tables:
         return pooled(runs) if runs else None
 
     def accuracies(self, names: Collection[str], numbers: Collection[int]) -> str:
-        """The first paper's table: ours and its own."""
+        """The first paper's table: ours, and its own for 4, 8 and 16 workers."""
+        settings = [self.pooled((workers, "alike")) for workers in numbers]
         lines = []
-        settings = {workers: self.pooled((workers, "alike")) for workers in numbers}
         for name in names:
-            line, paper = [self._methods[name].says], self._methods[name].paper
-            for place, runs in enumerate(settings.values()):
-                known = runs is not None and name in runs.means
-                line.append(f"{runs.means[name]:.1f}" if runs and known else "not run")
-                line += [f"{paper[place]}" if paper else ""] if place < 3 else []
-            lines.append(line)
-        lines.append(["a difference is seen from", *self._errors(settings.values())])
-        head = ["method"]
-        for place, workers in enumerate(settings):
-            head += [f"{workers} workers", *(["the paper"] if place < 3 else [])]
-        return report.markdown(head, lines)
-
-    def _errors(self, settings: Iterable[Pooled | None]) -> list[str]:
-        cells = []
-        for place, runs in enumerate(settings):
-            pairs = itertools.product(runs.means, repeat=2) if runs else ()
-            error = max((runs.less(*pair).error or 0 for pair in pairs), default=0)
-            cells += [f"{error:.1f}" if error else "", *([""] if place < 3 else [])]
-        return cells
+            paper = [f"{x}" for x in self._methods[name].paper] or [""] * 3
+            ours = [
+                f"{runs.means[name]:.1f}" if runs and name in runs.means else "not run"
+                for runs in settings
+            ]
+            lines.append([self._methods[name].says, *beside(ours, paper)])
+        lines.append(["a difference is seen from", *beside(map(_error, settings), [""] * 3)])
+        heads = beside((f"{workers} workers" for workers in numbers), ["the paper"] * 3)
+        return report.markdown(["method", *heads], lines)
 
     def order(self, names: Collection[str], numbers: Collection[int]) -> str:
         """Each method less the one behind it in the paper, here and there."""
@@ -113,6 +103,18 @@ class Tables:
                 lines.append([layer, str(workers), *(f"{x:.2f}" for x in (*agree, *last))])
         head = ["layer", "workers", *POINT, "ties at the end", "size of the mean vote"]
         return report.markdown(head, lines) if lines else "Not run yet.\n"
+
+
+def beside(ours: Iterable[str], paper: Iterable[str]) -> list[str]:
+    """Cells of ours, each with that of the paper behind it, where it has one."""
+    return [x for pair in itertools.zip_longest(ours, paper) for x in pair if x is not None]
+
+
+def _error(runs: Pooled | None) -> str:
+    """The largest error of a difference."""
+    pairs = itertools.permutations(runs.means, 2) if runs else ()
+    error = max((runs.less(*pair).error or 0 for pair in pairs), default=0)
+    return f"{error:.1f}" if error else ""
 
 
 def _mean(rows: Rows, what: str, layer: str, point: int) -> float:
