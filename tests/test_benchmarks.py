@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import time_to_loss
 from aot import programs
-from conftest import in_order
+from conftest import in_order, normal
 from report import append, read
 
 STEPS = "optax.lion", "1-bit vote", "optax.adamw"
@@ -18,7 +18,7 @@ STEPS = "optax.lion", "1-bit vote", "optax.adamw"
 
 def test_the_local_step_moves_every_parameter_by_the_learning_rate():
     """What is sent comes back as it is, so signs mean nothing, but all the work of a step is done."""
-    drawn = np.random.default_rng(0).normal(size=(2, 2**15)).astype(np.float32)
+    drawn = normal(2, 2**15)
     for name, made in local_step.candidates({"w": jnp.asarray(drawn[0])}).items():
         params, grads = ({"w": jnp.asarray(x)} for x in drawn)
         new, *_ = made.step(params, made.state, grads)

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from conftest import assert_same, workers_on
+from conftest import assert_same, normal, workers_on
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import lioncub_jax as lc
 from lioncub_jax.mesh.boxes import is_box
 
-BATCH = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+BATCH = normal(8, 4)
 OWNER = lc.owner_lion
 
 

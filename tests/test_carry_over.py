@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import normal
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -12,7 +13,7 @@ import lioncub_jax as lc
 
 RATE = optax.cosine_decay_schedule(1e-2, 40)
 PARAMS = {"b": jnp.zeros(3), "w": jnp.arange(390.0).reshape(130, 3) / 390}
-BATCHES = np.random.default_rng(0).normal(size=(8, 32, 130)).astype(np.float32)
+BATCHES = normal(8, 32, 130)
 
 
 def loss(params, batch, rng=None):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import assert_same, mesh_on
+from conftest import assert_same, mesh_on, normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -26,7 +26,7 @@ MESHES = {  # and how the parameters are cut there
 LABELS = {"a": {"kernel": "vote", "bias": "rest"}, "b": "vote", "none": "vote"}
 MASK = jax.tree.map(lambda label: label == "vote", LABELS)
 REST = jax.tree.map(lambda label: label != "vote", LABELS)
-BATCH = np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32)
+BATCH = normal(32, 64)
 
 
 def loss(params, batch):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import assert_same, mesh_on, workers_on
+from conftest import assert_same, mesh_on, normal, workers_on
 from flax import nnx
 from flax.training.train_state import TrainState as FlaxState
 from jax.sharding import NamedSharding
@@ -20,7 +20,7 @@ import lioncub_jax as lc
 from lioncub_jax.mesh.checksum import checksums
 
 PARAMS = {"w": np.arange(24, dtype=np.float32).reshape(8, 3) / 8, "b": np.ones(3, np.float32)}
-BATCH = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+BATCH = normal(16, 8)
 
 
 def workers_of(count, cut=1):

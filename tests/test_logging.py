@@ -5,9 +5,8 @@ import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from conftest import mesh_on
+from conftest import mesh_on, normal
 from pages import block
 
 import lioncub_jax as lc
@@ -27,12 +26,11 @@ def names(tmp_path):
     workers = lc.Workers(mesh_on("data=4"), "data")
     tx = lc.lion_cub(1e-2, workers=workers, sync=lc.sync.every(50))
     params = {"w": jnp.zeros((16, 40))}
-    rng = np.random.default_rng(0)
     return {
         "lc": lc, "jax": jax, "tx": tx, "params": params, "workers": workers,
         "state": lc.init_state(tx, params, workers),
         "step": lc.make_train_step(loss_fn, tx, workers),
-        "batches": [rng.normal(size=(ROWS, 16)).astype(np.float32) for _ in range(100)],
+        "batches": [*normal(100, ROWS, 16)],
         "folder": str(tmp_path),
     }  # fmt: skip
 

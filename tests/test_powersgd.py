@@ -5,19 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, absent, blank
+from conftest import AXIS, absent, blank, normal
 from oracle import powersgd as oracle
 from test_against_reference import nobody_abstains, simulate
 from test_baselines import refused
 
 import lioncub_jax as lc
 from lioncub_jax.baselines import powersgd
-
-
-def normal(shapes, workers, steps, dtype=np.float32):
-    """Gradients ``[steps, W, ...]``."""
-    rng = np.random.default_rng(0)
-    return {n: rng.normal(size=(steps, workers, *s)).astype(dtype) for n, s in shapes.items()}
 
 
 def ran(run_workers, tx, grads):
@@ -30,7 +24,7 @@ def test_the_oracle_is_a_power_iteration():
     """In NumPy, as the paper has it."""
     simulator, grads = (
         oracle.powersgd(optax.sgd(1.0), 2),
-        normal({"b": (3,), "w": (2, 9, 20)}, 4, 3),
+        {"b": normal(3, 4, 3), "w": normal(3, 4, 2, 9, 20)},
     )
     updates, _ = simulate({0: simulator}, blank(grads), nobody_abstains(grads))[0]
     q = np.asarray(simulator.init(blank(grads), 4).q[1], np.float64)
@@ -49,7 +43,7 @@ def test_the_oracle_is_a_power_iteration():
 
 def test_the_rounding_of_a_short_dtype_is_fed_back(run_workers):
     """In compiled programs a cast there and back may be left out."""
-    grads = normal({"w": (16, 12)}, 2, 1, jnp.bfloat16)
+    grads = {"w": normal(1, 2, 16, 12).astype(jnp.bfloat16)}
     updates, state = ran(run_workers, (optax.identity(), 1), grads)
     own, seen = grads["w"][0].astype(np.float32), updates["w"][0].astype(np.float32)
     np.testing.assert_array_equal(state.error["w"][0], own - seen)
@@ -76,7 +70,7 @@ def test_what_is_zeros_teaches_nothing_and_forgets_nothing(run_workers):
 
 def test_sums_that_overflow_leave_no_trace(run_workers):
     """A worker whose product overflows abstains; where only the sum of all does, it is zeros."""
-    grads = normal({"w": (20, 30), "b": (4,)}, 4, 4)
+    grads = {"w": normal(4, 4, 20, 30), "b": normal(4, 4, 4)}
     grads["w"][1, 2] = 3e38
     grads["w"][2] = np.sign(grads["w"][2, 0]) * 3e37
     updates, state = ran(run_workers, (optax.sgd(1.0), 2), grads)

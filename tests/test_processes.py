@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import workers_on
+from conftest import normal, workers_on
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -88,8 +88,8 @@ def trained(name):
     if jax.process_count() == 2:  # each has its own
         rows = rows.reshape(4, -1)[taken[jax.process_index()]].reshape(-1)
     for i in range(STEPS):
-        x = np.random.default_rng(i + 1).normal(size=(workers.count * ROWS, FEATURES))
-        x, keys = x.astype(np.float32)[rows], jax.random.split(jax.random.key(i), 24)[rows]
+        x = normal(workers.count * ROWS, FEATURES, seed=i + 1)
+        x, keys = x[rows], jax.random.split(jax.random.key(i), 24)[rows]
         batch = {"x": x, "y": jnp.sin(x.sum(1, keepdims=True)), "key": keys}
         state, metrics = step(state, batch)
     assert step.traces == 1
@@ -214,8 +214,7 @@ def votes_alone(folder):
     before = sent()
     state, step = started(("data", "fsdp"), width=1024)
     assert sent() - before < optax.tree.size(state.params) / 5
-    rng = np.random.default_rng(jax.process_index())
-    batch = {"x": rng.normal(size=(256, 1024)).astype(np.float32)}
+    batch = {"x": normal(256, 1024, seed=jax.process_index())}
     said = lc.audit.collectives(step.lower(state, batch).compile(), state.rng.sharding.mesh)
     predicted = 5 * 2 * sum(lc.audit.sent_bytes(said).values())  # of two devices
     before = sent()

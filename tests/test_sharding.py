@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import in_order, mesh_on, run_on_mesh, scanned
+from conftest import in_order, mesh_on, normal, run_on_mesh, scanned
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -287,7 +287,7 @@ def test_random_rounding_differs_between_shards():
     """Shards with the same gradient draw different numbers."""
     workers = on("data=2 tp=4")
     codes = "midrise(2, rounding=stochastic(0))"
-    row = np.random.default_rng(0).normal(size=640).astype(np.float32)
+    row = normal(640)
     grads = {"w": np.broadcast_to(row, (2, 4, 640))}
     tx, _ = Method(codes, "sign").of_owners(None, workers)
     found, _ = updated(tx, workers, grads, {"w": P("tp")})

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from conftest import mesh_on, run_python
+from conftest import mesh_on, normal, run_python
 from flax import jax_utils
 from jax import lax
 from jax.sharding import NamedSharding
@@ -22,7 +21,7 @@ from test_chains import PARAMS, loss
 import lioncub_jax as lc
 from lioncub_jax.exchange import compilations
 
-BATCH = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+BATCH = normal(64, 64)
 LION = {"learning_rate": 1e-3, "workers": "data"}
 CUB = lc.lion_cub(**LION)
 ADAM = lc.baselines.one_bit_adam(1.0, warmup=2, workers="data")
