@@ -89,32 +89,34 @@ def scanned(txs, states, params, grads, abstain=None, told=True):
     return jax.lax.scan(step, states, (grads, abstain))[1]
 
 
-@pytest.fixture(scope="session")
-def run_workers():
+def nobody(grads):
+    """Who abstains from steps with gradients ``[steps, W, ...]``: none, ``bool[steps, W]``."""
+    some, *_ = *jax.tree.leaves(grads), np.zeros((2, 2))
+    return np.zeros(some.shape[:2], bool)
+
+
+def run_workers(txs, params, grads, abstain=None, check_vma=True):
     """Runs some transforms, each worker in its own device, from state of their own.
 
-    ``run_workers({name: tx}, params, grads [steps, W, ...], abstain bool[steps, W])`` returns for each
-    name ``(updates [steps, ...], state [steps, W, ...])``. The types prove that updates are the same
-    on every worker, unless they are not checked. A mean, from which nobody can abstain, is not told
-    that nobody does.
+    Returns for each name ``(updates [steps, ...], state [steps, W, ...])``, of gradients
+    ``[steps, W, ...]``. The types prove that updates are the same on every worker, unless they are not
+    checked. A mean, from which nobody can abstain, is not told that nobody does.
     """
+    abstain = nobody(grads) if abstain is None else abstain
+    mesh, someone = mesh_on(f"{AXIS}={abstain.shape[1]}"), abstain.any()
 
-    def run(txs, params, grads, abstain, check_vma=True):
-        def worker(params, grads, abstain):
-            grads, abstain = jax.tree.map(lambda x: x[:, 0], (grads, abstain))
-            own = jax.lax.pcast(params, AXIS, to="varying") if check_vma else params
-            states = {name: tx.init(own) for name, tx in txs.items()}
-            done = scanned(txs, states, params, grads, abstain, told=someone)
-            return {n: (u, jax.tree.map(lambda x: x[:, None], s)) for n, (u, s) in done.items()}
+    def worker(params, grads, abstain):
+        grads, abstain = jax.tree.map(lambda x: x[:, 0], (grads, abstain))
+        own = jax.lax.pcast(params, AXIS, to="varying") if check_vma else params
+        states = {name: tx.init(own) for name, tx in txs.items()}
+        done = scanned(txs, states, params, grads, abstain, told=someone)
+        return {n: (u, jax.tree.map(lambda x: x[:, None], s)) for n, (u, s) in done.items()}
 
-        mesh, someone = mesh_on(f"{AXIS}={np.shape(abstain)[1]}"), np.any(abstain)
-        split = P(None, AXIS)
-        specs = {"in_specs": (P(), split, split), "out_specs": dict.fromkeys(txs, (P(), split))}
-        run = jax.shard_map(worker, mesh=mesh, **specs, check_vma=check_vma)
-        arrays = jax.tree.map(jnp.asarray, (params, grads, abstain))
-        return jax.tree.map(np.asarray, jax.jit(run)(*arrays))
-
-    return run
+    split = P(None, AXIS)
+    specs = {"in_specs": (P(), split, split), "out_specs": dict.fromkeys(txs, (P(), split))}
+    run = jax.shard_map(worker, mesh=mesh, **specs, check_vma=check_vma)
+    arrays = jax.tree.map(jnp.asarray, (params, grads, abstain))
+    return jax.tree.map(np.asarray, jax.jit(run)(*arrays))
 
 
 def assert_same(found, wanted, but=0, of="", rtol=0.0, atol=0.0):
@@ -147,8 +149,7 @@ def run_on_mesh(txs, workers, specs, grads, abstain=None):
     Gradients are ``[steps, devices of workers, ...]``, and so is who abstains; parameters are zeros.
     """
     txs = {name: lc.on_mesh(tx, workers, specs=specs) for name, tx in txs.items()}
-    if abstain is None:
-        abstain = np.zeros(next(iter(grads.values())).shape[:2], bool)
+    abstain = nobody(grads) if abstain is None else abstain
     rows = {name: P(None, workers.axes, *spec) for name, spec in specs.items()}
     lies = workers.shardings((specs, rows, P(None, workers.axes)))
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, assert_same, scanned
+from conftest import AXIS, assert_same, nobody, run_workers, scanned
 from oracle import coding, lion
 
 import lioncub_jax as lc
@@ -50,8 +50,7 @@ class Story(NamedTuple):
 
 
 def nobody_abstains(grads):
-    some = next(iter(grads.values()), np.zeros((2, 2)))
-    return Story(grads, np.zeros(some.shape[:2], bool))
+    return Story(grads, nobody(grads))
 
 
 EVENTS = ("plain", "one not finite", "one asked to abstain", "nobody there", "one huge", "all zero")
@@ -204,7 +203,7 @@ ANY = [
 MESHES = pytest.mark.parametrize("workers", [1, 3, pytest.param(8, marks=pytest.mark.long)])
 
 
-def both_done(run_workers, pairs, params, story):
+def both_done(pairs, params, story):
     """Runs transforms, and their simulators; yields the two side by side, by name."""
     want = simulate({name: oracle for name, (_, oracle) in pairs.items()}, params, story)
     done = run_workers({name: tx for name, (tx, _) in pairs.items()}, params, *story)
@@ -212,12 +211,12 @@ def both_done(run_workers, pairs, params, story):
         yield name, got, state, *want[name]
 
 
-def check(run_workers, methods, make, params, story):
+def check(methods, make, params, story):
     """Those that have a wire for so many workers: updates, states, errors and statistics."""
     workers = story.abstain.shape[1]
     running = {f"{i}: {m.codes}, {m.reply}": m for i, m in enumerate(methods) if workers in m.on}
     pairs = {of: make(m, m.on[workers]) for of, m in running.items()}
-    for of, got, state, updates, want in both_done(run_workers, pairs, params, story):
+    for of, got, state, updates, want in both_done(pairs, params, story):
         m, wire = running[of], running[of].on[workers]
         # Errors have more bits than the sum of their magnitudes can hold: added in another order it may
         # round to the neighboring step, of a row in thousands. So one row of one worker may differ.
@@ -254,27 +253,27 @@ def assert_owned(got, want, wire, but=0, of="", **near):
 
 
 @MESHES
-def test_votes_with_local_momentum(run_workers, workers):
+def test_votes_with_local_momentum(workers):
     params = zeros(TREES[workers])
-    check(run_workers, VOTES, Method.of_workers, params, eventful(params, workers, workers))
+    check(VOTES, Method.of_workers, params, eventful(params, workers, workers))
 
 
 @MESHES
-def test_momentum_at_the_owner(run_workers, workers):
+def test_momentum_at_the_owner(workers):
     params = zeros(TREES[workers])
-    check(run_workers, OWNED, Method.of_owners, params, eventful(params, workers, workers + 1))
+    check(OWNED, Method.of_owners, params, eventful(params, workers, workers + 1))
 
 
 @MESHES
-def test_any_transform_at_the_owner(run_workers, workers):
+def test_any_transform_at_the_owner(workers):
     params = zeros(TREES[workers])
-    check(run_workers, ANY, Method.of_owners, params, eventful(params, workers, workers + 2))
+    check(ANY, Method.of_owners, params, eventful(params, workers, workers + 2))
 
 
-def test_large_leaves_take_whole_blocks_before_all_others(run_workers):
+def test_large_leaves_take_whole_blocks_before_all_others():
     """Each is unpacked by itself: replies of one bit, two, three and four, and of values."""
     params = zeros({"a": (130,), "large": (257, 259), "empty": (0,), "larger": (2, 512, 70)})
-    story = Story(integers(params, 2, 3), np.zeros((2, 3), bool))
+    story = nobody_abstains(integers(params, 2, 3))
     for g in story.grads.values():
         g.reshape(2, 3, -1)[:, :2, 256:384] = 0  # a row on which one worker votes
     votes = [
@@ -283,16 +282,16 @@ def test_large_leaves_take_whole_blocks_before_all_others(run_workers):
         Method("ternary()", "ternary", {3: TWO_PHASE}),
         Method("ternary()", "total", {3: TWO_PHASE}),
     ]
-    check(run_workers, votes, Method.of_workers, params, story)
+    check(votes, Method.of_workers, params, story)
     owned = [
         Method("midrise(4, rounding=stochastic(3))", "sign", {3: TWO_PHASE}),
         Method("dense()", "values", {3: TWO_PHASE}),
         Method(FED_BACK, "codes(3)", {3: TWO_PHASE}, tx="identity()"),
     ]
-    check(run_workers, owned, Method.of_owners, params, story)
+    check(owned, Method.of_owners, params, story)
 
 
-def test_leaves_of_mixed_precision_vote_together(run_workers):
+def test_leaves_of_mixed_precision_vote_together():
     """Local momentum has the dtype of its leaf or one for all, an owner's the widest of its leaves."""
     shapes = {"bfloat16": [(65,), (3, 10)], "float16": [(31,), ()]}
     params = {kind: [jnp.zeros(s, kind) for s in each] for kind, each in shapes.items()}
@@ -304,7 +303,7 @@ def test_leaves_of_mixed_precision_vote_together(run_workers):
         "float32": vote.of_workers(TWO_PHASE, mu_dtype="float32"),
         "owner": Method("dense()", "sign").of_owners(GATHERED),
     }
-    for name, got, state, updates, want in both_done(run_workers, pairs, params, story):
+    for name, got, state, updates, want in both_done(pairs, params, story):
         assert_same(got, updates, of=name)
         if name == "owner":
             assert state.owner[0].value.inner.mu.dtype == jnp.float32
@@ -313,7 +312,7 @@ def test_leaves_of_mixed_precision_vote_together(run_workers):
             assert_same(state.mu, want.mu, of=name)
 
 
-def test_a_bucket_is_as_a_transform_of_its_own(run_workers):
+def test_a_bucket_is_as_a_transform_of_its_own():
     """Whatever becomes of the others: a worker abstains from each by itself."""
     buckets = {"a": (300,)}, {"b": (16, 130)}, {"c": (33,), "empty": (0,), "d": (129,)}
     params = zeros({name: shape for bucket in buckets for name, shape in bucket.items()})
@@ -322,7 +321,7 @@ def test_a_bucket_is_as_a_transform_of_its_own(run_workers):
     grads["a"][1, [2, 4], 7] = np.nan
     grads["a"][2, :, 0] = np.inf  # nobody is left there
     grads["b"][2, :2, 5, 5] = -np.inf
-    story = Story(grads, np.zeros((4, 5), bool))
+    story = nobody_abstains(grads)
     pairs = {
         "vote": Method("midrise(2)", "majority").of_workers(TWO_PHASE, bucket_size=200),
         "owner": Method(FED_BACK, "sign").of_owners(TWO_PHASE, bucket_size=200),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, absent, assert_same, blank, run_on_mesh, workers_on
+from conftest import AXIS, absent, assert_same, blank, run_on_mesh, run_workers, workers_on
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from oracle import baselines as oracles
@@ -27,7 +27,6 @@ from test_against_reference import (
     eventful,
     in_rows,
     integers,
-    nobody_abstains,
     same_everywhere,
     simulate,
     zeros,
@@ -137,7 +136,7 @@ def assert_near(got, want, near, of, params):
 
 
 @pytest.mark.parametrize(("workers", "unit"), PEERS)
-def test_with_workers_that_abstain_it_is_the_oracle(run_workers, workers, unit):
+def test_with_workers_that_abstain_it_is_the_oracle(workers, unit):
     kinds = {"12000": jnp.bfloat16, "65": jnp.bfloat16, "127": jnp.float16, "129": jnp.float16}
     if unit == 2:
         kinds = {"12000": jnp.bfloat16}
@@ -190,14 +189,14 @@ DECAYING = [
 NEEDED = {B.one_bit_adam: {"warmup": 1}}
 
 
-def test_decay_is_decoupled_and_masked(run_workers):
+def test_decay_is_decoupled_and_masked():
     """Without gradients it is all that moves: ``-lr wd p`` of the leaves that decay."""
     params = {"w": jnp.arange(65.0) / 8, "b": jnp.ones(7)}  # few bits, so that all is exact
-    story = nobody_abstains({n: np.zeros((2, 1, *p.shape), np.float32) for n, p in params.items()})
+    grads = {n: np.zeros((2, 1, *p.shape), np.float32) for n, p in params.items()}
     how = {"mask": decays, "workers": AXIS}
     txs = {f.__name__: f(rate, weight_decay=0.5, **how, **NEEDED.get(f, {})) for f in DECAYING}
     txs["scheduled"] = B.ef_signsgd(rate, lambda count: 0.5, **how)
-    for name, (got, _) in run_workers(txs, params, *story).items():
+    for name, (got, _) in run_workers(txs, params, grads).items():
         want = np.stack([-lr * 0.5 * params["w"] for lr in (0.25, 0.5)])
         np.testing.assert_array_equal(got["w"], want, err_msg=name)
         assert not got["b"].any(), name

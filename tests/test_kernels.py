@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import AXIS, assert_same, mesh_on, workers_on
+from conftest import AXIS, assert_same, mesh_on, run_workers, workers_on
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -56,7 +56,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_step_as_a_tpu_takes_it_is_the_step(run_workers, as_tpu, method):
+def test_a_step_as_a_tpu_takes_it_is_the_step(as_tpu, method):
     """Two workers once have a NaN.
 
     Without ties and zeros, whose coins depend on the place of a row: voters and values are odd.
@@ -67,11 +67,11 @@ def test_a_step_as_a_tpu_takes_it_is_the_step(run_workers, as_tpu, method):
     grads = {k: rng.choice([-3, -1, 1, 3], (STEPS, WORKERS, *s)) for k, s in SHAPES.items()}
     grads = {k: jnp.asarray(g, dtype) for k, g in grads.items()}
     grads["row"] = grads["row"].at[1, [2, 3], 5].set(jnp.nan)
-    found, nobody = [], np.zeros((STEPS, WORKERS), bool)
+    found = []
     for yes in (True, False):
         as_tpu(yes)
         # Interpreted kernels lose the types of what varies, which check_vma asks for.
-        done = run_workers(txs, params, grads, nobody, check_vma=False)
+        done = run_workers(txs, params, grads, check_vma=False)
         updates, (state, *_) = done[method]
         found.append((updates, state.mu, state.error))
     got, want = found

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import optax
-from conftest import AXIS, assert_same
+from conftest import AXIS, assert_same, run_workers
 from oracle import baselines as oracles
 from oracle import one_bit_adam as oracle
 from test_against_reference import integers, nobody_abstains, simulate, zeros
@@ -31,7 +31,7 @@ def test_the_oracle_is_adam_of_the_mean_until_the_variance_freezes():
         assert_same(*(jax.tree.map(lambda v, n=n: v[n], states.nu) for n in (3, 4)))
 
 
-def test_the_gaps_between_updates_of_the_variance_double_after_kappa_of_them(run_workers):
+def test_the_gaps_between_updates_of_the_variance_double_after_kappa_of_them():
     """In the oracle and in the library; also where they never double."""
     wanted = {
         (4, 30): [0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28],

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, assert_same, mesh_on, normal, scanned, workers_on
+from conftest import AXIS, assert_same, mesh_on, normal, run_workers, scanned, workers_on
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -65,7 +65,7 @@ def assert_equal(got, want):
 # --- The plain optimizer ----------------------------------------------------------------------------
 
 
-def test_one_worker_is_optax_lion_bit_for_bit(run_workers):
+def test_one_worker_is_optax_lion_bit_for_bit():
     """In bfloat16, with a schedule, betas, a dtype of momentum and decay of some leaves."""
     options = {
         "learning_rate": optax.linear_schedule(0.1, 0.01, 8), "b1": 0.8, "b2": 0.95,
@@ -82,7 +82,7 @@ def test_one_worker_is_optax_lion_bit_for_bit(run_workers):
     }
     alone = jax.tree.map(lambda g: g[:, 0], grads)
     updates, (lion, *_) = by_optax(optax.lion(**options), params, alone)
-    for name, (got, state) in run_workers(txs, params, grads, np.zeros((10, 1), bool)).items():
+    for name, (got, state) in run_workers(txs, params, grads).items():
         assert_equal(got, updates)
         if name == "owner":
             assert state[0].owner[0].value.inner.mu.dtype == jnp.bfloat16
@@ -90,7 +90,7 @@ def test_one_worker_is_optax_lion_bit_for_bit(run_workers):
             assert_equal(jax.tree.map(lambda x: x[:, 0], state[0].mu), lion.mu)
 
 
-def test_one_worker_with_several_buckets_is_the_one_with_one(run_workers):
+def test_one_worker_with_several_buckets_is_the_one_with_one():
     """Owners' states of each bucket move, and their counters stay where the worker abstains."""
     params, grads = of_shapes(SMALL), of_shapes(SMALL, 4, 1)
     abstain = np.array([[False], [True], [False], [False]])
@@ -125,21 +125,21 @@ class CountedVotes(Majority):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_decision_of_votes_may_keep_a_state(run_workers, workers):
+def test_a_decision_of_votes_may_keep_a_state(workers):
     params, grads = of_shapes(SMALL), of_shapes(SMALL, 3, workers)
     parts = {"momentum": lc.momentum.nothing(), "workers": AXIS}
     txs = {
         "plain": lc.communicate(decision=lc.decide.majority(), **parts),
         "counted": lc.communicate(decision=CountedVotes(), **parts),
     }
-    done = run_workers(txs, params, grads, np.zeros((3, workers), bool))
+    done = run_workers(txs, params, grads)
     (plain, _), (counted, state) = done["plain"], done["counted"]
     assert_equal(counted, plain)
     for step, votes in enumerate(state.owner[0].value):
         assert (votes == step + 1).all()
 
 
-def test_a_mean_in_full_precision_goes_into_the_plain_optimizer(run_workers):
+def test_a_mean_in_full_precision_goes_into_the_plain_optimizer():
     """Of an owner, the reference says the same."""
     rng, params = np.random.default_rng(0), of_shapes(SMALL)
     # Whole numbers of bfloat16 whose mean is exact, and never zero.
@@ -147,17 +147,17 @@ def test_a_mean_in_full_precision_goes_into_the_plain_optimizer(run_workers):
     grads = jax.tree.map(np.float32, grads)
     for g in grads.values():
         g[:, 0] += 4
-    nobody, lion = np.zeros((6, 4), bool), optax.lion(**EXACT)
+    lion = optax.lion(**EXACT)
     txs = {
         "float32": lc.global_gradients(lion, workers=AXIS),
         "bfloat16": lc.global_gradients(lion, jnp.bfloat16, workers=AXIS),
     }
     want, _ = by_optax(lion, params, {k: g.mean(1) for k, g in grads.items()})
-    for got, _ in run_workers(txs, params, grads, nobody).values():
+    for got, _ in run_workers(txs, params, grads).values():
         assert_equal(got, want)
     sgd = {"mean": lc.global_gradients(optax.sgd(1.0), jnp.bfloat16, workers=AXIS)}
     fine = {"w": np.full((1, 2, 3), 1.00390625, np.float32)}  # between two numbers of bfloat16
-    got = run_workers(sgd, {"w": jnp.zeros(3)}, fine, nobody[:1, :2])["mean"][0]["w"]
+    got = run_workers(sgd, {"w": jnp.zeros(3)}, fine)["mean"][0]["w"]
     assert got.dtype == np.float32 and set(-got.ravel()) <= {1.0, 1.0078125}
 
 
@@ -318,12 +318,12 @@ def tied(size, ties):
     return g
 
 
-def test_ties_and_agreement_are_those_of_all_parameters(run_workers):
+def test_ties_and_agreement_are_those_of_all_parameters():
     grads = {"a": tied(10, 3), "b": tied(30, 1)}
     grads["b"][1, 2, 5] = np.nan  # sits out of one vote only: two against one where it was a tie
     several = optax.partition({"a": cub(), "b": cub()}, {"a": "a", "b": "b"})
     params = {"a": jnp.zeros(10), "b": jnp.zeros(30)}
-    _, states = run_workers({0: several}, params, grads, np.zeros((2, 4), bool))[0]
+    _, states = run_workers({0: several}, params, grads)[0]
     # Ties, who abstains, and the share of unlike pairs: two against two are 4 of 6, two against one 2 of 3.
     healthy = [4, 0, 0, 4 * 4 / (6 * 40)]
     later = [3, 1, 1, (3 * 4 + 2) / (6 * 10 + 3 * 30)]

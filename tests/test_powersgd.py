@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, absent, blank, normal
+from conftest import AXIS, absent, blank, normal, run_workers
 from oracle import powersgd as oracle
 from test_against_reference import nobody_abstains, simulate
 from test_baselines import refused
@@ -14,9 +14,9 @@ import lioncub_jax as lc
 from lioncub_jax.baselines import powersgd
 
 
-def ran(run_workers, tx, grads):
+def ran(tx, grads):
     txs = {0: powersgd(*tx, workers=AXIS)}
-    updates, (state, _) = run_workers(txs, blank(grads), *nobody_abstains(grads))[0]
+    updates, (state, _) = run_workers(txs, blank(grads), grads)[0]
     return updates, state
 
 
@@ -41,16 +41,16 @@ def test_the_oracle_is_a_power_iteration():
 # --- What is not ordinary
 
 
-def test_the_rounding_of_a_short_dtype_is_fed_back(run_workers):
+def test_the_rounding_of_a_short_dtype_is_fed_back():
     """In compiled programs a cast there and back may be left out."""
     grads = {"w": normal(1, 2, 16, 12).astype(jnp.bfloat16)}
-    updates, state = ran(run_workers, (optax.identity(), 1), grads)
+    updates, state = ran((optax.identity(), 1), grads)
     own, seen = grads["w"][0].astype(np.float32), updates["w"][0].astype(np.float32)
     np.testing.assert_array_equal(state.error["w"][0], own - seen)
     assert updates["w"].dtype == jnp.bfloat16 and np.linalg.matrix_rank(seen) > 1
 
 
-def test_what_is_zeros_teaches_nothing_and_forgets_nothing(run_workers):
+def test_what_is_zeros_teaches_nothing_and_forgets_nothing():
     """A gradient of lower rank, and none, leave no column of Q at zero for ever, whatever their size."""
     rng = np.random.default_rng(0)
     grads = rng.normal(size=(5, 4, 20, 30)).astype(np.float32)
@@ -59,7 +59,7 @@ def test_what_is_zeros_teaches_nothing_and_forgets_nothing(run_workers):
     grads[1:, :, :3] = 0  # where unit vectors would look
     scales = {"w": 1, "small": np.float32(1e-15), "large": np.float32(1e12)}
     each = {n: grads * by for n, by in scales.items()}
-    updates, state = ran(run_workers, (optax.sgd(1.0), 2), each)
+    updates, state = ran((optax.sgd(1.0), 2), each)
     for name, by in scales.items():
         plain = updates[name] / by
         assert [np.linalg.matrix_rank(u, tol=1e-3) for u in plain] == [0, 1, 2, 2, 2]
@@ -68,12 +68,12 @@ def test_what_is_zeros_teaches_nothing_and_forgets_nothing(run_workers):
         np.testing.assert_allclose(np.abs(state.q[name][1:]).max(2), 1, rtol=1e-6)
 
 
-def test_sums_that_overflow_leave_no_trace(run_workers):
+def test_sums_that_overflow_leave_no_trace():
     """A worker whose product overflows abstains; where only the sum of all does, it is zeros."""
     grads = {"w": normal(4, 4, 20, 30), "b": normal(4, 4, 4)}
     grads["w"][1, 2] = 3e38
     grads["w"][2] = np.sign(grads["w"][2, 0]) * 3e37
-    updates, state = ran(run_workers, (optax.sgd(1.0), 2), grads)
+    updates, state = ran((optax.sgd(1.0), 2), grads)
     assert state.abstained[:, 0].tolist()[:2] == [0, 1]
     for x in jax.tree.leaves((updates, state)):
         assert np.isfinite(x).all()

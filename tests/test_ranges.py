@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, absent, mesh_on
+from conftest import AXIS, absent, mesh_on, run_workers
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -83,7 +83,7 @@ def assert_finite(tree):
     assert all(np.isfinite(leaf.astype(np.float32)).all() for leaf in jax.tree.leaves(tree))
 
 
-def test_what_is_stored_saturates_and_comes_back(run_workers):
+def test_what_is_stored_saturates_and_comes_back():
     """One gradient beyond what float16 holds, and then 39 ordinary ones the other way."""
     slow = {"learning_rate": 1.0, "weight_decay": 0.0, "workers": AXIS, "b2": 0.5}
     half = Q.error_feedback(Q.midrise(3), jnp.float16)
@@ -103,7 +103,7 @@ def test_what_is_stored_saturates_and_comes_back(run_workers):
         assert (updates["w"][-1] == 1).all(), (name, updates["w"][:, 0])
 
 
-def test_a_sum_that_overflows_is_as_with_nobody_there(run_workers):
+def test_a_sum_that_overflows_is_as_with_nobody_there():
     txs = {
         "two-phase": vote(**AT_OWNER, quantizer=Q.dense()),
         "all-reduce": vote(**AT_OWNER, quantizer=Q.dense(), wire=WIRES.all_reduce()),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, absent, assert_same, blank, mesh_on, workers_on
+from conftest import AXIS, absent, assert_same, blank, mesh_on, run_workers, workers_on
 from jax.sharding import PartitionSpec as P
 from oracle import lion as reference
 from oracle.sync import synced
@@ -22,10 +22,8 @@ def gradients(shapes):
     return integers(zeros(shapes), STEPS, WORKERS, range(-8, 9))
 
 
-@pytest.fixture
-def ran(run_workers):
-    """``({name: tx}, grads) -> {name: (updates, state)}``, of workers of whom none abstains."""
-    return lambda txs, grads: run_workers(txs, blank(grads), *nobody_abstains(grads))
+def ran(txs, grads):
+    return run_workers(txs, blank(grads), grads)
 
 
 # --- In full precision. With betas of 1/2, whole gradients and 4 workers nothing is ever rounded.
@@ -56,7 +54,7 @@ def only_w(tree):
     return {k: k == "w" for k in tree}
 
 
-def test_a_sync_averages_the_chosen_leaves_when_it_is_due_and_at_no_other_time(ran):
+def test_a_sync_averages_the_chosen_leaves_when_it_is_due_and_at_no_other_time():
     cases = {
         "all": (None, "bw"),
         "mapping": ({"b": True, "w": False}, "b"),
@@ -71,7 +69,7 @@ def test_a_sync_averages_the_chosen_leaves_when_it_is_due_and_at_no_other_time(r
         assert state.syncs.tolist() == [[t // 3] * WORKERS for t in range(1, STEPS + 1)]
 
 
-def test_momentum_in_bfloat16_is_averaged_in_float32(ran):
+def test_momentum_in_bfloat16_is_averaged_in_float32():
     """Rounded once, when the mean of three is known, not when their sum is."""
     g = np.random.default_rng(1).integers(-255, 256, (1, 3, 70)).astype(np.float32)
     _, (state, *_) = ran({0: cub(sync=S.every(1), mu_dtype=jnp.bfloat16)}, {"b": g})[0]
@@ -81,7 +79,7 @@ def test_momentum_in_bfloat16_is_averaged_in_float32(ran):
         assert_same(state.inner.mu["b"][:, w], want)
 
 
-def test_drift_is_the_share_of_variance_between_workers_before_a_sync(ran):
+def test_drift_is_the_share_of_variance_between_workers_before_a_sync():
     grads = gradients({**SHAPES, "cancel": (3,), "none": (3,)})
     grads["none"][:] = 0
     grads["cancel"][:] = np.array([[5], [-5], [1], [-1]])
@@ -165,7 +163,7 @@ def by_reference(simulator, grads):
     [(8, 2, 1, None), (5, 3, 2, {k: k != "b" for k in TREE})],
     ids=["8 workers", "5, two bits, some leaves"],
 )
-def test_a_sync_in_codes_is_that_of_the_reference(ran, workers, period, bits, where):
+def test_a_sync_in_codes_is_that_of_the_reference(workers, period, bits, where):
     grads = some_gradients(workers)
     tx = coded_vote(S.coded(S.every(period), bits=bits), where)
     updates, want = by_reference(synced(LOCAL, lambda t: t % period == 0, where, bits), grads)
@@ -195,7 +193,7 @@ def strange(worker):
     return tx._replace(init=init)
 
 
-def test_a_worker_whose_momentum_is_not_finite_abstains_from_a_sync_in_codes(ran):
+def test_a_worker_whose_momentum_is_not_finite_abstains_from_a_sync_in_codes():
     grads, there = some_gradients(4, steps=1), [0, 2, 3]
     _, state = ran({0: strange(1)}, grads)[0]
     assert np.argwhere(~np.isfinite(state.inner.mu["b"])).tolist() == [[0, 1, 2, 2]]
@@ -207,13 +205,13 @@ def test_a_worker_whose_momentum_is_not_finite_abstains_from_a_sync_in_codes(ran
     assert np.any(owed != 1) and np.any(mu[there] != own[there])
 
 
-def test_one_whose_momentum_is_not_finite_does_not_take_up_what_owners_owe(ran):
+def test_one_whose_momentum_is_not_finite_does_not_take_up_what_owners_owe():
     """Alone, it abstains as among others: nothing changes, and nothing is lost."""
     _, state = ran({0: strange(0)}, some_gradients(1, steps=1))[0]
     assert not state.inner.mu["a"].any() and np.all(state.owner[0].value.error == 1)
 
 
-def test_an_empty_tree_has_nothing_to_sync(ran):
+def test_an_empty_tree_has_nothing_to_sync():
     """As a group of leaves that no leaf belongs to is for optax.partition."""
     schedules = S.every(1), S.coded(S.every(1))
     txs = {schedule.name: cub(sync=schedule) for schedule in schedules}

@@ -16,7 +16,7 @@ import pictures
 import pytest
 import report
 import time_to_loss
-from conftest import AXIS, scanned
+from conftest import AXIS, run_workers, scanned
 from goal import contenders, curves, evidence, lengths, pages, runner, study, trainer, tuning
 from goal.contenders import CONTENDERS, Hyper
 from goal.lab import NOTHING
@@ -32,7 +32,7 @@ OTHERS = [name for name in ALL if name not in KINDS]
 
 
 @pytest.mark.parametrize("names", [KINDS, pytest.param(OTHERS, marks=pytest.mark.long)])
-def test_a_method_is_the_same_simulated_and_as_a_transform(run_workers, names):
+def test_a_method_is_the_same_simulated_and_as_a_transform(names):
     """Codes at the edge of a step may fall to its other side by rounding: of a few elements, no more."""
     rng, steps = np.random.default_rng(0), 12
     shapes = {"attention": (40, 33), "write": (130,), "norm": ()}
@@ -49,7 +49,7 @@ def test_a_method_is_the_same_simulated_and_as_a_transform(run_workers, names):
         return scanned({0: simulator}, {0: first}, params, grads)[0][0]
 
     txs = {name: ALL[name].made(*given, AXIS).tx for name in names}
-    found = run_workers(txs, params, grads, np.zeros((steps, WORKERS), bool))
+    found = run_workers(txs, params, grads)
     for name in names:
         for leaf, want in jax.jit(simulated, static_argnums=0)(name).items():
             largest = np.abs(want).max()
