@@ -115,6 +115,7 @@ def in_rows(mu, wire):
 
 Q, D, WIRES = lc.quantize, lc.decide, lc.wires
 TWO_PHASE, GATHERED = WIRES.two_phase(), WIRES.gathered()
+BY_THREE = {3: TWO_PHASE}
 REDUCED, COUNTS = WIRES.all_reduce(), WIRES.counts()
 
 
@@ -138,7 +139,7 @@ class Method(NamedTuple):
 
     codes: str
     reply: str
-    on: dict[int, Any] | None = None  # number of workers -> wire
+    on: dict[int, Any] = BY_THREE  # number of workers -> wire
     tx: str = "scale_by_lion(0.5, 0.5)"  # of optax, at the owner
 
     def of_workers(self, wire, workers=AXIS, mu_dtype=None, **options):
@@ -163,9 +164,9 @@ VOTES = [
     Method("sign()", "ternary", {8: WIRES.counts("int32")}),
     Method("midrise(2)", "majority", {3: COUNTS, 8: TWO_PHASE}),
     Method("midrise(3)", "average", {3: TWO_PHASE, 8: GATHERED}),
-    Method("midrise(4)", "ternary", {3: TWO_PHASE}),
+    Method("midrise(4)", "ternary"),
     Method("midrise(8)", "majority", {3: TWO_PHASE, 8: WIRES.counts("int16")}),
-    Method("midrise(2, rounding=stochastic(3))", "majority", {3: TWO_PHASE}),
+    Method("midrise(2, rounding=stochastic(3))", "majority"),
     Method("integer(8)", "ternary", {3: COUNTS, 8: COUNTS}),
     Method("integer(5)", "average", {3: GATHERED}),
     Method("integer(8, rounding=stochastic(3))", "ternary", {3: TWO_PHASE, 8: TWO_PHASE}),
@@ -176,13 +177,13 @@ FED_BACK = "error_feedback(midrise(3))"
 OWNED = [
     Method(FED_BACK, "sign", {1: TWO_PHASE, 3: GATHERED, 8: TWO_PHASE}),
     Method("error_feedback(midrise(2), float16)", "sign", {3: TWO_PHASE, 8: TWO_PHASE}),
-    Method("midrise(2)", "values", {3: TWO_PHASE}),
+    Method("midrise(2)", "values"),
     Method("midrise(8)", "values", {8: TWO_PHASE}),
-    Method("midrise(4, rounding=stochastic(5))", "sign", {3: TWO_PHASE}),
+    Method("midrise(4, rounding=stochastic(5))", "sign"),
     Method("rotated(midrise(1))", "sign", {8: GATHERED}),
-    Method("rotated(midrise(4))", "values", {3: TWO_PHASE}),
-    Method("error_feedback(rotated(midrise(1)), float32, keep=0.5)", "sign", {3: TWO_PHASE}),
-    Method("error_feedback(rotated(midrise(2)))", "values", {3: TWO_PHASE}),
+    Method("rotated(midrise(4))", "values"),
+    Method("error_feedback(rotated(midrise(1)), float32, keep=0.5)", "sign"),
+    Method("error_feedback(rotated(midrise(2)))", "values"),
     Method("dense()", "sign", {1: TWO_PHASE, 3: REDUCED}),
     Method("dense(bfloat16)", "sign", {3: GATHERED, 8: REDUCED}),
     Method("dense()", "values", {3: TWO_PHASE, 8: TWO_PHASE}),
@@ -193,7 +194,7 @@ ADAM, TRACE = "scale_by_adam(0.5, 0.5)", "trace(0.5, nesterov=True)"
 ANY = [
     Method(FED_BACK, "codes(2)", {1: TWO_PHASE, 3: TWO_PHASE, 8: TWO_PHASE}, tx=ADAM),
     Method("midrise(4)", "codes(1)", {3: GATHERED}, tx=ADAM),
-    Method("rotated(midrise(2))", "sign", {3: TWO_PHASE}, tx=ADAM),
+    Method("rotated(midrise(2))", "sign", tx=ADAM),
     Method("dense()", "values", {3: REDUCED}, tx=ADAM),
     Method(FED_BACK, "codes(3)", {1: GATHERED, 3: TWO_PHASE}, tx=TRACE),
     Method("midrise(2)", "codes(1)", {8: TWO_PHASE}, tx=TRACE),
@@ -277,16 +278,16 @@ def test_large_leaves_take_whole_blocks_before_all_others():
     for g in story.grads.values():
         g.reshape(2, 3, -1)[:, :2, 256:384] = 0  # a row on which one worker votes
     votes = [
-        Method("midrise(2)", "average", {3: TWO_PHASE}),
+        Method("midrise(2)", "average"),
         Method("integer(8)", "ternary", {3: COUNTS}),
-        Method("ternary()", "ternary", {3: TWO_PHASE}),
-        Method("ternary()", "total", {3: TWO_PHASE}),
+        Method("ternary()", "ternary"),
+        Method("ternary()", "total"),
     ]
     check(votes, Method.of_workers, params, story)
     owned = [
-        Method("midrise(4, rounding=stochastic(3))", "sign", {3: TWO_PHASE}),
-        Method("dense()", "values", {3: TWO_PHASE}),
-        Method(FED_BACK, "codes(3)", {3: TWO_PHASE}, tx="identity()"),
+        Method("midrise(4, rounding=stochastic(3))", "sign"),
+        Method("dense()", "values"),
+        Method(FED_BACK, "codes(3)", tx="identity()"),
     ]
     check(owned, Method.of_owners, params, story)
 
