@@ -401,6 +401,10 @@ def test_micro_steps_cost_a_method_what_was_measured_or_what_they_cost_adamw(kno
     assert not any(name.startswith("local") and "micro" in name for name in rows)
     plan = to_loss(4e6, compute=1e-3)[0]
     assert plan.first("mean") == "adamw-bfloat16-micro-4"
+    assumed = "Micro-steps are taken to cost it what they cost AdamW."
+    names = "owner-lion-micro-4", "vote-micro-4", "adamw-bfloat16-micro-4", "owner-lion"
+    said = [assumed in report._measured(plan, plan.rows[name]) for name in names]
+    assert said == [True, False, False, False]
 
 
 def test_votes_of_two_workers_are_not_measured(known):

@@ -28,7 +28,8 @@ def what_to_use_text() -> str:
         "* *tokens*: what one worker sees in a step. *bits*: what it sends in a step for each parameter.\n"
         "* *runs*: the steps of the longest runs of this method. In longer runs the order of methods may "
         "be another one.\n"
-        "* *cost*: the tokens to the loss, divided by those of float32 AdamW.\n"
+        "* *cost*: the tokens to the loss, divided by those of float32 AdamW. Micro-steps that did not run "
+        "with a method are taken to cost it what they cost AdamW.\n"
         "* *as fast*: how many times as fast as the best all-reduce of gradients it reaches the loss. The "
         "least is over one that overlaps fully with computing. The most is over one that does not "
         "overlap. Both have two standard errors of the cost.\n"
@@ -73,7 +74,8 @@ def _cells(row: Use) -> list[str]:
     scheme, _, how, _ = plans[0].rows[row.method()]
     assert how
     ranges = [one.range_over_means(row.method()) for one in plans]
-    bits = [8 * one.rows[row.method()].estimate.sent_bytes / SIZE for one in plans]
+    named = [one.rows[row.method()] for one in plans]
+    bits = [8 * one.estimate.sent_bytes / SIZE / one.accumulate for one in named]
     first = "measure first: " if row.verdict() == MEASURE else ""
     least, most = min(low for low, _ in ranges), max(high for _, high in ranges)
     return [

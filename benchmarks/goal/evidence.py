@@ -28,7 +28,7 @@ from report import Rows, rows_of
 from goal import curves
 from goal.contenders import GONE, Hyper
 from goal.model import STEPS
-from goal.settings import BASE, Cells, Key, cells_of, last, reading, slope_at, steps_of, usual
+from goal.settings import BASE, Cells, Key, cells_of, last, piece_at, reading, steps_of, usual
 from lioncub_jax.tools.plan import parameters_in
 from lioncub_jax.tools.plan.evidence import VERSION
 
@@ -83,7 +83,7 @@ def cell_of(key: Key, cells: Cells) -> dict[str, Any]:
         name: learned_of(cell.chosen[name], steps, targets, adamw, name == better)
         for name in cell.rows
     }
-    lines = slope_at(cells, key) is not None
+    lines = piece_at(cells, key) is not None
     for name, how in methods.items():
         to_loss = by_line(name, cells, key) if lines else by_steps(how, methods[BASE])
         if to_loss:
@@ -97,7 +97,7 @@ def cell_of(key: Key, cells: Cells) -> dict[str, Any]:
 
 
 def by_line(name: str, cells: Cells, key: Key) -> dict[str, Any]:
-    """Tokens to AdamW's last loss over AdamW's; no ratio for a line that does not come there."""
+    """Tokens over AdamW's to the same loss; no ratio for a line that does not come there."""
     read, runs = reading(name, cells, key), len(cells[key].rows[name])
     if read is None:
         return {"ratio": None, "error": None, "runs": runs}

@@ -270,7 +270,10 @@ def sooner(packaged: Found) -> str:
         if ratio and ratio < 1 and peer in TORCH:
             lines.append(f"{cell.tokens:,} tokens, {cell.network}: {1 / ratio:.1f} times")
     page = "docs/reports/benchmarks.md#time-to-loss"
-    return f"In the [lab]({page}) PyTorch was sooner at the loss with {'; '.join(lines)}.\n"
+    return (
+        "PyTorch computes this model faster on a CPU. "
+        f"In the [lab]({page}) it was sooner at the loss with {'; '.join(lines)}.\n"
+    )
 
 
 def number(x: float | None, form: str) -> str:

@@ -1,14 +1,14 @@
 """Rows by setting, and what a loss costs in tokens, read from the lengths of runs.
 
-A line goes through the last losses of a method over the logarithm of its tokens. Where it comes to the
-last loss of AdamW in a setting, there are the method's tokens to that loss, with a schedule made for it. A
-method that ran in one length is taken to have the slope of AdamW.
+A line goes through the last losses of AdamW over the logarithm of its tokens. It says after how many tokens
+AdamW is at the last loss of a method, each with a schedule made for its length. Losses fall less and less,
+so what is behind AdamW is behind at least so much.
 """
 
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,8 +20,8 @@ from goal.model import LONGER, STEPS, WIDTH
 from goal.paired import Difference, Pooled, pooled
 
 BASE = "adamw"
-BEYOND = 2.0  # times the longest run of a method, or its shortest: lines are drawn no further
-Points = Sequence[tuple[float, float]]  # logarithms of steps, and last losses
+BEYOND = 2.0  # times shorter than AdamW's runs: the line is drawn no further
+Point = tuple[float, float]  # the logarithm of steps, and a last loss
 
 
 class Key(NamedTuple):
@@ -120,12 +120,12 @@ def cells_of(rows: Rows) -> Cells:
 
 
 class Reading(NamedTuple):
-    """Tokens of a method to the last loss of AdamW in a setting, over AdamW's.
+    """Tokens of a method over those after which AdamW is at the same loss.
 
     Attributes:
       ratio: of the tokens.
       error: half of its 95 % interval; None where nothing ran twice.
-      beyond: whether no runs of the method are on both sides.
+      beyond: whether AdamW's runs are not on both sides.
     """
 
     ratio: float
@@ -134,52 +134,30 @@ class Reading(NamedTuple):
 
 
 def reading(name: str, cells: Cells, goal: Key) -> Reading | None:
-    """Reads a ratio off a line; None where there is no line, or where it does not come there."""
-    points, slope = points_of(name, cells, goal), slope_at(cells, goal)
-    start, target = math.log(goal.steps), cells[goal].pooled.means[BASE]
-    if len(points) == 1 and points[0][0] == start and slope is not None:
-        at = start + (target - points[0][1]) / slope
-        found = (at, slope) if abs(at - start) <= math.log(BEYOND) else None
-    else:
-        found = crossing(points, target)
-    if found is None:
+    """Reads a ratio off AdamW's line; None where there is no line, or where it does not come there."""
+    behind, piece = cells[goal].behind(name), piece_at(cells, goal)
+    if behind is None or piece is None:
         return None
-    at, slope = found
-    ratio, behind = math.exp(at - start), cells[goal].behind(name)
-    error = behind.error and ratio * behind.error / abs(slope) if behind else None
-    return Reading(ratio, error, not points[0][0] <= at <= points[-1][0])
+    (start, high), (end, low) = piece
+    slope, here = (high - low) / (end - start), math.log(goal.steps)
+    away = behind.value / slope
+    if away > here - min(start, here) + math.log(BEYOND):
+        return None
+    ratio, error = math.exp(away), behind.error
+    beyond = not start <= here - away <= end
+    return Reading(ratio, error and ratio * error / slope, beyond)
 
 
-def points_of(name: str, cells: Cells, goal: Key) -> Points:
-    """The last losses of a method in a setting, for all lengths of runs."""
-    return sorted(
-        (math.log(key.steps), cell.pooled.means[name])
-        for key, cell in cells.items()
-        if key[:4] == goal[:4] and name in cell.losses
-    )
-
-
-def slope_at(cells: Cells, goal: Key) -> float | None:
-    """AdamW's slope beside a length, of the same width or else of the usual one; None for one length."""
+def piece_at(cells: Cells, goal: Key) -> tuple[Point, Point] | None:
+    """The last losses of AdamW on both sides, of the same width or else of the usual one."""
     for width in (goal.width, WIDTH):
-        pieces = list(itertools.pairwise(points_of(BASE, cells, goal._replace(width=width))))
+        points = sorted(
+            (math.log(key.steps), cell.pooled.means[BASE])
+            for key, cell in cells.items()
+            if (*key[:3], key.width) == (*goal[:3], width) and BASE in cell.losses
+        )
+        pieces = list(itertools.pairwise(points))
+        before = [piece for piece in pieces if piece[0][0] < math.log(goal.steps)]
         if pieces:
-            before = [piece for piece in pieces if piece[0][0] < math.log(goal.steps)]
-            (start, high), (end, low) = before[-1] if before else pieces[0]
-            return (low - high) / (end - start)
-    return None
-
-
-def crossing(points: Points, target: float) -> tuple[float, float] | None:
-    """The place where a line through points first falls to a target, and its slope there.
-
-    The first piece begins and the last one ends `BEYOND` times outside of the runs.
-    """
-    more = math.log(BEYOND)
-    for (before, high), (after, low) in itertools.pairwise(points):
-        slope = (low - high) / (after - before)
-        at = before + (target - high) / slope if slope < 0 else math.inf
-        first, last = before == points[0][0], after == points[-1][0]
-        if before - more * first <= at <= after + more * last:
-            return at, slope
+            return before[-1] if before else pieces[0]
     return None

@@ -1,8 +1,8 @@
 """Tables of the study of lengths and sizes, from the rows that are there: two pages are made of them.
 
 Each setting is read in two ways. "Loss after N tokens" compares last losses. "Tokens to a loss, each with a
-schedule made for it" reads off, from a line through the last losses of a method over the logarithm of its
-tokens, where it comes to the loss of AdamW. Differences are those of `paired`.
+schedule made for it" reads off, from a line through the last losses of AdamW over the logarithm of its
+tokens, where it comes to the loss of a method. Differences are those of `paired`.
 """
 
 import math
@@ -110,9 +110,9 @@ class Study:
         return report.markdown(head, lines)
 
     def tokens_to_a_loss(self) -> str:
-        """The second reading: tokens to AdamW's last loss of a length, over AdamW's."""
+        """The second reading: tokens over those of AdamW to the same loss."""
         goals = [key for key in LENGTHS[1:] if BASE in self.cell(key).losses]
-        head = ["method", *(f"AdamW's loss after {key.steps:,} steps" for key in goals)]
+        head = ["method", *(f"runs of {key.steps:,} steps" for key in goals)]
         lines = []
         for name in self.names():
             cells = [self.ratio(name, key) for key in goals]

@@ -450,6 +450,8 @@ def _measured(plan: Plan, row: Row) -> str:
     name = row.scheme.name
     notes = {
         "bfloat16 is assumed to learn like float32.": name != row.scheme.learns,
+        "Micro-steps are taken to cost it what they cost AdamW.": row.accumulate > 1
+        and f"{row.scheme.learns}-micro-{row.accumulate}" not in plan.nearest.methods,
         "The rank is the same share of the width.": name.startswith("powersgd"),
         "With more tokens votes and codes took more steps, so expect less.": plan.tokens
         > cell.tokens,
