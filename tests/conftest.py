@@ -37,6 +37,7 @@ os.environ.setdefault("XLA_FLAGS", FLAGS)
 gc.set_threshold(50_000)  # tracing makes many small objects, few of them garbage
 
 AXIS = "data"
+on_both_kinds = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 
 
 def absent(workers):

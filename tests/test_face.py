@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import absent, assert_same, mesh_on, workers_on
+from conftest import absent, assert_same, mesh_on, on_both_kinds, workers_on
 from flax import nnx, serialization
 from flax.core import FrozenDict
 from jax.sharding import AxisType, NamedSharding
@@ -270,7 +270,7 @@ def test_what_is_refused(name):
         build()
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@on_both_kinds
 def test_an_optimizer_without_workers_on_several_devices_is_warned_of(kind):
     mesh, tx = mesh_on("data=8", kind), lc.lion_cub(0.1, workers=None)
     update = jax.jit(lambda *given: tx.update(*given))
@@ -312,7 +312,7 @@ def test_where_a_mesh_is_needed_only_workers_will_do(call):
 # --- What comes out
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@on_both_kinds
 def test_model_state_of_every_dtype_is_averaged_on_every_mesh(kind):
     workers = workers_on("data=4", kind=kind)
     numbers = np.array([1, 2, 3, 4])[:, None] * np.ones((4, 2))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import in_order, normal, workers_on
+from conftest import in_order, normal, on_both_kinds, workers_on
 from flax import jax_utils, nnx
 from flax import linen as nn
 from jax import lax
@@ -50,9 +50,6 @@ def each_alone(loss, params, batch, *args):
     """Values and gradients of the workers, one after the other."""
     found = [jax.value_and_grad(loss)(params, rows, *args) for rows in np.split(batch, W)]
     return jax.tree.map(lambda *parts: np.stack(parts), *found)
-
-
-on_both_kinds = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 
 
 @on_both_kinds
