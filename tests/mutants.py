@@ -832,6 +832,10 @@ MUTANTS = r"""
 + os.kill(member.process.pid, number)
 
 # tools/cli/plan.py: cli
+= a step of another model stands for that of the plan
+- if probed and not 1 / SAME <= size / probed <= SAME:
++ if False:
+
 = bfloat16 is widened everywhere but on CPUs
 - args.platform == "cpu"
 + args.platform != "cpu"

@@ -256,6 +256,12 @@ def test_a_plan_takes_what_a_probe_measured(said, folder):
     cluster = planner.Cluster(8, planner.Link(float("inf"), kind="exact"), measured=measured)
     plan = planner.plan(10**8, cluster, 0.1, tokens=256)
     assert said(line) == planner.advice(plan) + "\n"
+    assert said(f"{line} --explain").splitlines()[2] == "8 workers as measured"
+    of_another = measured._replace(parameters=10**6)
+    (folder / "probe.json").write_text(output.as_text(of_another))
+    assert said(f"{line} --compute 100ms").startswith(planner.advice(plan)[:30])
+    with pytest.raises(SystemExit, match="2"):  # a step of a hundredth of the parameters
+        cli.main(argv_of(line))
 
 
 # A node of GPUs, and a pod of chips whose all-to-all is slow; others for a release.

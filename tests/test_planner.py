@@ -387,7 +387,7 @@ def test_a_factor_is_a_range_over_shares_overlap_and_errors(known):
     )
 
 
-def test_micro_steps_cost_a_method_what_was_measured_or_what_they_cost_adamw(known):
+def test_micro_steps_cost_a_method_what_was_measured_or_the_most_that_they_cost_any(known):
     known(cell(32, 8, vote=230, adamw_micro_4=410, vote_micro_4=300))
     rows = to_loss(1e6)[0].rows
     assert rows["vote-micro-4"].ratio() == pytest.approx(300 / 205)
@@ -401,10 +401,12 @@ def test_micro_steps_cost_a_method_what_was_measured_or_what_they_cost_adamw(kno
     assert not any(name.startswith("local") and "micro" in name for name in rows)
     plan = to_loss(4e6, compute=1e-3)[0]
     assert plan.first("mean") == "adamw-bfloat16-micro-4"
-    assumed = "Micro-steps are taken to cost it what they cost AdamW."
+    assumed = "Micro-steps are taken to cost it the most that they cost any method."
     names = "owner-lion-micro-4", "vote-micro-4", "adamw-bfloat16-micro-4", "owner-lion"
     said = [assumed in report._measured(plan, plan.rows[name]) for name in names]
     assert said == [True, False, False, False]
+    known(cell(32, 8, vote=230, adamw_micro_4=410, vote_micro_4=690))
+    assert to_loss(1e6)[0].rows["owner-lion-micro-4"].ratio() == pytest.approx(220 / 205 * 3)
 
 
 def test_votes_of_two_workers_are_not_measured(known):

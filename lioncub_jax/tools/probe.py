@@ -22,7 +22,7 @@ from lioncub_jax.audit.units import bytes_text, rate_text, seconds_text
 from lioncub_jax.exchange import bits
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.placement import Workers, check_workers
-from lioncub_jax.tools.plan.model import Measured
+from lioncub_jax.tools.plan.model import Measured, parameters_in
 
 __all__ = ["probe", "table"]
 
@@ -145,6 +145,7 @@ def _slowest(seconds: float) -> float:
 def _with_step(measured: Measured, workers: Workers, target: Target, clock: Clock) -> Measured:
     """Adds the times of a step with and without its exchange, and how much of that overlaps."""
     step, state, batch = target(workers)
+    measured = measured._replace(parameters=parameters_in(state.params))
     program = step.lower(state, batch).compile()
     between, sent = {*axes.names(workers.axis)}, collections.defaultdict[str, float](float)
     for one in audit.collectives(program, workers.mesh):

@@ -39,6 +39,7 @@ examples:
       --compute 20ms --bandwidth 1gbit --tokens-per-worker 256 --explain"""
 
 INSIDE_LATENCY = 5e-6
+SAME = 1.5  # times as many parameters, for which a step that was probed stands
 
 RATES = reads(lambda text: [units.rate(part) for part in text.split(",")])
 
@@ -107,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
             "give --model: a number of parameters such as 7B, or FILE.py:NAME to count them"
         )
     measured = _measured(args.measured) if args.measured else None
-    compute = args.compute or (measured and measured.compute)
+    params = targets.shapes(args.model) if ":" in args.model else units.count(args.model)
+    compute = args.compute or (measured and _compute(measured, planner.parameters_in(params)))
     if compute is None:
         raise ValueError(
             "no compute time: without it every speedup would look better than it is; give --compute "
@@ -121,7 +123,6 @@ def run(args: argparse.Namespace) -> int:
             "give --tokens-per-worker, what ONE worker sees in a step, its batch times the length: the "
             "noise of its gradient decides more than the network does"
         )
-    params = targets.shapes(args.model) if ":" in args.model else units.count(args.model)
     plans = [
         planner.plan(
             params, cluster.at(rate), compute,
@@ -142,8 +143,8 @@ def run(args: argparse.Namespace) -> int:
     output.show(
         *([_in_words(args.cluster, named)] if named else []),
         f"{size:,} parameters; compute {units.seconds_text(compute)} a step; latency "
-        f"{units.seconds_text(cluster.link.latency)}; packing at "
-        f"{units.bytes_text(cluster.memory / 8)}/s of memory.",
+        f"{'measured' if measured else units.seconds_text(cluster.link.latency)}; packing at "
+        f"{units.bytes_text((measured.memory_bandwidth if measured else cluster.memory) / 8)}/s of memory.",
         *(f"\n{table(one)}\n\n{planner.advice(one)}" for one in plans),
         "\nIn a program, by names of lioncub_jax:",
         *codes,
@@ -158,6 +159,17 @@ def _measured(path: Path) -> planner.Measured:
         raise ValueError(
             f"{path}: this is no file of lioncub probe --out; write it again"
         ) from None
+
+
+def _compute(measured: planner.Measured, size: int) -> float | None:
+    """The time of the step that was probed, if the model is of about that size."""
+    probed = measured.parameters
+    if probed and not 1 / SAME <= size / probed <= SAME:
+        raise ValueError(
+            f"--model has {size:,} parameters, and the step that was probed has {probed:,}: give "
+            "--compute, or probe a step of this model"
+        )
+    return measured.compute
 
 
 def _cluster(
@@ -246,9 +258,9 @@ def table(plan: planner.Plan) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     ]
-    title = (
-        f"{plan.cluster.num_workers:,} workers at {units.rate_text(plan.cluster.link.bandwidth)}"
-    )
+    rate = units.rate_text(plan.cluster.link.bandwidth)
+    where = "as measured" if plan.cluster.measured else f"at {rate}"
+    title = f"{plan.cluster.num_workers:,} workers {where}"
     return "\n".join([title, *shown, *(f"{name}: {why}" for name, why in plan.refused.items())])
 
 

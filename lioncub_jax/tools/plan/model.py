@@ -109,6 +109,7 @@ class Measured(NamedTuple):
       step: seconds of a step.
       overlap: share of the shorter of computing and exchange that runs beside the other.
       slowdown: how many times as long as one message its many arrays take, if nothing overlaps; or 1.
+      parameters: of the model of the step.
     """
 
     num_workers: int
@@ -119,6 +120,7 @@ class Measured(NamedTuple):
     step: float | None = None
     overlap: float | None = None
     slowdown: float = 1.0
+    parameters: int | None = None
 
     def time(self, op: str, sent: float) -> float:
         """Seconds of a collective, between and beyond what was measured."""

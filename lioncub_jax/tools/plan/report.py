@@ -254,15 +254,20 @@ def plan(
 
 
 def _accumulated(scheme: Scheme, learned: Learned, nearest: Found) -> dict[int, Learned]:
-    """Learning of a method with more micro-steps: as measured, or as AdamW learns with them."""
-    results = {}
+    """Learning of a method with more micro-steps: as measured, or with the most that they cost any."""
+    measured: dict[int, Learned] = {}
+    assumed: dict[int, Learned] = {}
     for name, how in nearest.methods.items():
-        method, _, count = name.rpartition("-micro-")
+        method, _, number = name.rpartition("-micro-")
+        base = nearest.methods.get(method)
         if method == scheme.learns:
-            results[int(count)] = how
-        elif method == evidence.REFERENCE and how.ratio < math.inf:
-            results.setdefault(int(count), learned.and_then(how))
-    return results
+            measured[int(number)] = how
+        elif base and math.inf not in (base.ratio, how.ratio):
+            rate = how.rate_over_adamw / base.rate_over_adamw
+            cost = how._replace(ratio=how.ratio / base.ratio, rate_over_adamw=rate)
+            there = learned.and_then(cost)
+            assumed[int(number)] = max(there, assumed.get(int(number), there))
+    return assumed | measured
 
 
 # --- In words
@@ -450,7 +455,7 @@ def _measured(plan: Plan, row: Row) -> str:
     name = row.scheme.name
     notes = {
         "bfloat16 is assumed to learn like float32.": name != row.scheme.learns,
-        "Micro-steps are taken to cost it what they cost AdamW.": row.accumulate > 1
+        "Micro-steps are taken to cost it the most that they cost any method.": row.accumulate > 1
         and f"{row.scheme.learns}-micro-{row.accumulate}" not in plan.nearest.methods,
         "The rank is the same share of the width.": name.startswith("powersgd"),
         "With more tokens votes and codes took more steps, so expect less.": plan.tokens
