@@ -114,18 +114,14 @@ def main() -> None:
     if args.one:
         print(json.dumps(one(args.one[0], int(args.one[1]), args.width)))
         return
-    summary: dict[str, Any] = {"benchmark": "compile_time", "workers": WORKERS, "width": args.width}
-    summary |= {"rounds": args.rounds, "rows": []}
+    rows = []
     for leaves in [100] if args.quick else [100, 300]:
         least = measured(leaves, args.width, args.rounds)
         for method, seconds in least.items():
-            summary["rows"].append([leaves, method, *seconds.values()])
-            for part, taken in seconds.items():
-                summary[f"{part}_{method}_over_lion_{leaves}"] = taken / least[LION][part]
-        for part in PARTS:  # of the worse of vote and owner
-            worse = max(least["vote"][part], least["owner"][part])
-            summary[f"{part}_over_lion_{leaves}"] = worse / least[LION][part]
-    report.finish(summary, args.save)
+            over = {part: taken / least[LION][part] for part, taken in seconds.items()}
+            rows.append({"arrays": leaves, "method": method, "seconds": seconds, "over_lion": over})
+    about = {"benchmark": "compile_time", "workers": WORKERS, "width": args.width}
+    report.finish({**about, "rounds": args.rounds, "rows": rows}, args.save)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ class Difference(NamedTuple):
         """With its error, as ``+0.018 ± 0.023 (alike)``: alike where the interval has 0 in it."""
         if self.error is None:
             return f"{self.value:+.{digits}f} one seed"
-        alike = " (alike)" * (abs(self.value) <= self.error)
-        return f"{self.value:+.{digits}f} ± {self.error:.{digits}f}{alike}"
+        verdict = " (alike)" if abs(self.value) <= self.error else ""
+        return f"{self.value:+.{digits}f} ± {self.error:.{digits}f}{verdict}"
 
 
 class Pooled(NamedTuple):

@@ -253,11 +253,8 @@ class Study:
 
     def beside_lion(self) -> str:
         first = self.by_steps("vote", LENGTHS[1:], "lion")
-        changes = self.by_method(REMEDIES, "lion")
-        lead = f"**`lion_cub` beside float32 Lion** (the goal is at most {GOAL:+}): {first}"
-        return (
-            f"{lead}{'; other ways after 1,024 steps: ' * bool(changes)}{changes}." if first else ""
-        )
+        lead = f"**Votes and float32 Lion** (the goal is at most {GOAL:+}). `lion_cub`: "
+        return f"{lead}{first}{self.by_method(REMEDIES, 'lion')}" if first else ""
 
     def after_1024(self) -> str:
         losses = self.cell(NOISY).pooled.means if self.cell(NOISY).losses else {}
@@ -265,41 +262,42 @@ class Study:
         best = min(ranks, key=losses.__getitem__, default="")
         peer = {best: f"PowerSGD of rank {best.removeprefix('powersgd-')}"}
         text = self.by_method(OURS | peer)
-        lead = "**1,024 steps, beside float32 AdamW**: "
-        return f"{lead}{text}." if best and set(OURS) <= set(losses) else ""
+        return (
+            f"**1,024 steps, and float32 AdamW.**{text}"
+            if best and set(OURS) <= set(losses)
+            else ""
+        )
 
     def by_length(self) -> str:
-        parts = [
-            f"{says} {text}"
+        text = "".join(
+            f" {says}: {known}"
             for name, says in OURS.items()
-            if " after " in (text := self.by_steps(name, LENGTHS))
-        ]
-        known = [key for key in LENGTHS if BASE in self.cell(key).losses]
-        lead = "**Longer runs, beside float32 AdamW**: "
-        return f"{lead}{'; '.join(parts)}." if parts and len(known) > 1 else ""
+            if "," in (known := self.by_steps(name, LENGTHS))
+        )
+        return f"**Longer runs, and float32 AdamW.**{text}" if text else ""
 
     def by_exchanges(self) -> str:
-        known = self.by_method(EXCHANGES)
-        lead = "**Fewer exchanges of as many tokens, beside float32 AdamW**: "
-        return f"{lead}{known}." if known else ""
+        text = self.by_method(EXCHANGES)
+        return f"**Fewer exchanges of as many tokens, and float32 AdamW.**{text}" if text else ""
 
     def by_size(self) -> str:
         known = [key for key in self.cells if key[:3] == NOISY[:3] and key.steps == NOISY.steps]
         text = self.growth("vote", known)
-        return f"**The size of the model**, for `lion_cub`: {text}" if text else ""
+        return f"**The size of the model.** For `lion_cub` {text}" if text else ""
 
     def by_steps(self, name: str, settings: Iterable[Key], other: str = BASE) -> str:
-        """Differences to another method in each setting where both ran."""
-        return ", ".join(
-            f"{difference.text()} after {key.steps:,} steps"
+        """Differences to another method in each setting where both ran; a sentence, or nothing."""
+        known = [
+            f"{difference.text()} after {key.steps:,}"
             for key in settings
             if (difference := self.cell(key).behind(name, other))
-        )
+        ]
+        return f"{', '.join(known)} steps." if known else ""
 
     def by_method(self, names: Mapping[str, str], other: str = BASE) -> str:
-        """Differences of methods to another after 1,024 steps, with their bits."""
-        return ", ".join(
-            f"{says} ({pages.bits(name, WORKERS):.2g} bits) {difference.text()}"
+        """Differences of methods to another after 1,024 steps, with their bits, a sentence for each."""
+        return "".join(
+            f" {says} ({pages.bits(name, WORKERS):.2g} bits): {difference.text()}."
             for name, says in names.items()
             if (difference := self.cell(NOISY).behind(name, other))
         )
@@ -308,12 +306,12 @@ class Study:
 OURS = {"owner-adamw": "`owner_adamw`", "owner-lion": "`owner_lion`", "vote": "`lion_cub`"}
 EXCHANGES = {
     "adamw-micro-4": "AdamW with 4 micro-steps", "vote-micro-4": "`lion_cub` with 4",
-    "local-8-coded": "the mean of 8 local steps",
+    "local-8-coded": "The mean of 8 local steps",
 }  # fmt: skip
 REMEDIES = {
-    "vote-alike": "`lion_cub` at Lion's rate", "vote-2": "with 2 bits up",
-    "vote-sync-64": "with a sync every 64 steps", "vote-sync-coded": "with syncs in codes",
-    "vote-tie-0": "with ties that are 0", "vote-4": "with 4 bits up", "owner-lion": "`owner_lion`",
+    "vote-alike": "At Lion's rate", "vote-2": "Then with 2 bits up",
+    "vote-sync-64": "With a sync every 64 steps", "vote-sync-coded": "With syncs in codes",
+    "vote-tie-0": "With ties that are 0", "vote-4": "With 4 bits up", "owner-lion": "`owner_lion`",
 }  # fmt: skip
 PARTS = {
     "1024": "1,024 steps", "reason": "why votes are behind Lion",
