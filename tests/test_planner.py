@@ -201,7 +201,7 @@ def test_named_machines_are_what_their_vendors_say():
         (lambda: Cluster(2, SLOW.link, 8), "8 devices in a worker: give the Link between them"),
         (lambda: Cluster(2, SLOW.link, all_to_all_share=0), "share=0: give a number above 0, at most 1"),
         (lambda: Cluster(2, SLOW.link, memory_bandwidth=0), "memory_bandwidth=0"),
-        (lambda: scheme_named("two bits"), "give one of vote, owner-lion"),
+        (lambda: scheme_named("two bits"), "give one of vote, vote-2-bits"),
         (lambda: planner.plan(SIZE, SLOW, -1, tokens=32), "compute=-1"),
         (lambda: planner.plan(0, SLOW, 0.1, tokens=32), "params=0"),
         (lambda: planner.plan(SIZE, SLOW, 0.0, tokens=32), "compute=0.0: give seconds, above zero"),

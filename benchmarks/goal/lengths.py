@@ -21,12 +21,13 @@ from goal.settings import last
 WORKERS, TOKENS = 8, 256
 SEEDS = 3
 METHODS = (
-    "adamw", "lion", "vote", "owner-adamw", "owner-lion", "powersgd-8", "adamw-micro-4",
-    "vote-micro-4", "powersgd-4", "powersgd-16", "local-8-coded", "diloco-32-coded",
+    "adamw", "lion", "vote", "owner-adamw", "owner-lion", "vote-2-bits", "powersgd-8",
+    "adamw-micro-4", "vote-micro-4", "powersgd-4", "powersgd-16", "local-8-coded", "diloco-32-coded",
     "one-bit-adam", "adamw-micro-16", "vote-micro-16",
 )  # fmt: skip
 # Whose rate of 256 steps a method begins with that did not run there.
 LIKE = {
+    "vote-2-bits": "vote",
     "powersgd-8": "powersgd-16", "local-8-coded": "local-2-coded", "diloco-32-coded": "local-2-coded",
     "adamw-micro-4": "adamw", "adamw-micro-16": "adamw",
     "vote-micro-4": "vote", "vote-micro-16": "vote",

@@ -19,7 +19,7 @@ from lioncub_jax.tools.plan.evidence import Found, Learned
 from lioncub_jax.tools.plan.methods import SCHEMES, Scheme, scheme_named
 from lioncub_jax.tools.plan.model import MODEL, Cluster, Estimate, parameters_in, step_time
 
-TIES = "vote"  # where both of two workers must agree, or nothing moves
+TIES = "vote", "vote-2-bits"  # where workers who disagree are a tie
 NOT_MEASURED = "not measured"
 # Verdicts, which decide how the answer begins.
 NOTHING, LOCAL_STEPS, HIDES = "nothing", "local steps", "a mean hides"
@@ -243,7 +243,7 @@ def plan(
             )
             continue
         unknown = nearest.distance == evidence.FAR or (
-            cluster.num_workers == 2 and scheme.name == TIES
+            cluster.num_workers == 2 and scheme.name in TIES
         )
         learned = None if unknown else nearest.methods.get(scheme.learns)
         rows[scheme.name] = Row(scheme, estimate, learned)
