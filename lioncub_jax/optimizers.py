@@ -458,7 +458,7 @@ def global_gradients(
         if not axis:
             checks.warn_if_on_several_devices(updates)
         else:
-            axes.workers_on(everyone)
+            axes.check_bound(axis, group)
             checks.check_local(updates, everyone)
             updates = wires.mean_over_workers(updates, everyone, dtype)
         updates, inner = tx.update(updates, state.inner, params, **extra)

@@ -202,6 +202,10 @@ MUTANTS = r"""
 + present[0]
 
 # mesh/axes.py: sharding contract
+= without types the devices of a worker take their steps apart
+- if axis and inner and not tracked(inner):
++ if False:
+
 = ties of cut leaves are those of one shard
 - [once(x, over - varying_axes(x)) for x in numbers]
 + [once(x, over) for x in numbers]

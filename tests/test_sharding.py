@@ -404,3 +404,62 @@ REFUSED = [
 def test_what_does_not_fit_a_mesh_is_refused(build, words):
     with pytest.raises(ValueError, match=in_order(words)):
         build()
+
+
+# --- Without types
+
+
+def untyped(make, sizes, at="update"):
+    """Traces ``init``, or ``update`` too, where types do not tell what varies over the axes."""
+    workers = on(sizes)
+
+    def worker(grads):
+        tx = make(workers)
+        state = tx.init(grads)
+        return grads if at == "init" else tx.update(grads, state, grads)[0]
+
+    every = P(workers.mesh.axis_names)
+    specs = {"in_specs": every, "out_specs": every}
+    run = jax.shard_map(worker, mesh=workers.mesh, check_vma=False, **specs)
+    return jax.eval_shape(run, jnp.ones((8, 4)))
+
+
+def synced(workers, schedule):
+    inner = optax.scale_by_lion()  # which does not communicate itself
+    return lc.sync_momentum(inner, schedule, workers=workers)
+
+
+CUB = functools.partial(lc.lion_cub, 1e-3)
+B = lc.baselines
+UNTYPED = {
+    "a vote": (lambda w: CUB(workers=w), "data=2 tp=2", "update"),
+    "in a group": (lambda w: CUB(workers=w), "node=2 gpu=2", "init"),
+    "one worker": (lambda w: CUB(workers=w), "data=1 tp=2", "update"),
+    "an owner": (lambda w: lc.owner_lion(1e-3, workers=w), "data=2 tp=2", "init"),
+    "a sync": (lambda w: synced(w, lc.sync.every(1)), "data=2 tp=2", "update"),
+    "a coded sync": (lambda w: synced(w, lc.sync.coded()), "data=2 tp=2", "init"),
+    "means": (lambda w: lc.global_gradients(optax.sgd(1.0), workers=w), "data=2 tp=2", "update"),
+    "means of a group": (
+        lambda w: lc.global_gradients(optax.sgd(1.0), workers=w), "node=2 gpu=2", "update",
+    ),
+    **{
+        make.__name__: (lambda w, make=make: make(1e-3, workers=w), "data=2 tp=2", "update")
+        for make in (B.signsgd, B.signum, B.ef_signsgd, B.qsgd, B.terngrad, B.dgc)
+    },
+    "1-bit Adam": (lambda w: B.one_bit_adam(1e-3, warmup=2, workers=w), "data=2 tp=2", "update"),
+    "0/1 Adam": (lambda w: B.zero_one_adam(1e-3, workers=w), "data=2 tp=2", "update"),
+    "PowerSGD": (lambda w: B.powersgd(optax.sgd(0.1), 1, workers=w), "data=2 tp=2", "update"),
+    "DiLoCo": (lambda w: B.diloco(workers=w), "data=2 tp=2", "update"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "sizes", "at"), UNTYPED.values(), ids=UNTYPED)
+def test_devices_of_one_worker_need_types(make, sizes, at):
+    words = (
+        "each of workers= ... has several devices, on the mesh axes { ... : 2} ... check_vma=False ... "
+        "types do not tell ... on_mesh or make_train_step ... check_vma=True"
+    )
+    with pytest.raises(ValueError, match=in_order(words)):
+        untyped(make, sizes, at)
+    # A worker that is one device needs none.
+    untyped(make, sizes.replace("tp=2", "tp=1").replace("gpu=2", "gpu=1"), at)

@@ -82,7 +82,7 @@ def on_devices(
         **extra: Any,
     ) -> tuple[optax.Updates, Any]:
         del params
-        axes.workers_on(axis)
+        axes.check_bound(axis)
         abstain = checks.check_abstain(abstain, extra)
         updates = checks.check_leaves(updates)
         checks.check_local(updates, axis)

@@ -235,8 +235,8 @@ def sync_momentum(
         if exchange is not None and checks.stands_in(params):
             owner = 0
         elif exchange is not None:
-            axes.workers_on(axis)  # bound here: chunks are those of workers
             _check_levels(mu, group)
+            axes.check_bound(axis, group)  # chunks are those of workers
             args = exchange, _picked(axes.varying(mu, axis), mask)
             owner = placement.on_shards(init_owner_states, args)
         count, syncs = jnp.zeros(2, jnp.int32)
@@ -245,7 +245,7 @@ def sync_momentum(
     def update(
         updates: optax.Updates, state: SyncState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, SyncState]:
-        axes.workers_on(axis)
+        axes.check_bound(axis, group)
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         count = optax.safe_increment(state.count)
         state = state._replace(inner=inner_state, count=count)

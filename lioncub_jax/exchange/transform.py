@@ -166,7 +166,7 @@ def communicate(
         else:
             mu, error, owner = momentum.init(params), zero_errors(code, params), ()
             if group or decision.has_state:
-                axes.workers_on(varying_over)  # bound here: chunks are those of workers
+                axes.check_bound(axis, group)  # chunks are those of workers
                 params = axes.varying(
                     params, varying_over
                 )  # as gradients do, from which buckets are made
@@ -183,7 +183,7 @@ def communicate(
         abstain: jax.Array | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, CommunicateState]:
-        axes.workers_on(axis)
+        axes.check_bound(axis, group)
         abstain = checks.check_abstain(abstain, extra)
         updates = checks.check_leaves(updates)
         checks.check_local(updates, varying_over)

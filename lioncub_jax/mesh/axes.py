@@ -58,6 +58,29 @@ def workers_on(axis: Axes) -> int:
         ) from error
 
 
+def check_bound(axis: Axes, group: Axes = ()) -> None:
+    """Raises ``ValueError`` where collectives of these workers would fail, or silently be left out.
+
+    Sums over the devices of a worker take their axes from the types of arrays.
+
+    Args:
+      axis: mesh axes of the workers; () for a single device, which sends nothing.
+      group: mesh axes of the devices of one worker in two levels.
+    """
+    workers_on((*axis, *group))
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    of_one_worker = {n for n in (*manual, *group) if n not in axis and lax.axis_size(n) > 1}
+    inner = tuple(sorted(of_one_worker))
+    if axis and inner and not tracked(inner):
+        sizes = {n: lax.axis_size(n) for n in inner}
+        raise ValueError(
+            f"each of workers={spelled(axis)!r} has several devices, on the mesh axes {sizes}, and here (a "
+            "shard_map with check_vma=False, or a pmap) types do not tell what varies over these axes: "
+            "scales and NaN of one device would be unknown to the others of its worker. Run the optimizer "
+            "through lioncub_jax.on_mesh or make_train_step, or give jax.shard_map(..., check_vma=True)"
+        )
+
+
 def worker_index(axis: Axes) -> jax.Array:
     """``int32[]``: which worker this is; varies over ``axis``."""
     return lax.axis_index(axis) if axis else jnp.zeros((), jnp.int32)
