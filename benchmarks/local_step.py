@@ -64,14 +64,14 @@ def voting(params: Any, **parts: Any) -> Candidate:
     quantizer = parts.get("quantizer", lc.quantize.sign())
     rule = parts.get("momentum", lc.momentum.nothing())
     decision = parts.get("decision", decide.default_for(quantizer))
-    code = decision.code_of(quantizer)
+    codec = decision.codec_of(quantizer)
     exchange = Exchange(
-        ("data",), group=(), momentum_rule=rule, code=code, decision=decision, wire=loopback()
+        ("data",), group=(), momentum_rule=rule, codec=codec, decision=decision, wire=loopback()
     )
     state = lc.communicate(workers="data", momentum=rule).init(params)
     leaves = jax.tree.leaves(params)
     buckets = layout.buckets(leaves, WORKERS)
-    state = state._replace(error=transform.zero_errors(code, params))
+    state = state._replace(error=transform.zero_errors(codec, params))
     if decision.has_state:
         slices = [
             Flat(decision.init(jnp.zeros((b.rows_per_chunk, ROW), b.dtype)), b) for b in buckets
@@ -83,7 +83,7 @@ def voting(params: Any, **parts: Any) -> Candidate:
         for bucket in buckets:
             pieces = layout.pieces(bucket, state.count)
             fmt = transform.format_of(exchange, bucket)
-            rows = layout.row_sizes(bucket, sizes, code.midtread or decision.has_state)
+            rows = layout.row_sizes(bucket, sizes, codec.midtread or decision.has_state)
             here.append(BucketPlan(bucket, pieces, fmt, rows, shard=0, num_shards=1))
         plan = WorkerPlan(
             ("data",), worker=jnp.int32(0), num_workers=WORKERS, num_steps=state.count, buckets=here,

@@ -12,7 +12,7 @@ Every method is one sentence about `communicate`:
 | `owner_adamw`, `owner(tx)` | p bits of its gradient | AdamW, or tx | the update, in q bits |
 | `global_gradients(tx)` | its gradient, float32 | (all-reduce) | nothing: the mean is everywhere |
 
-The parameters are cut into W slices. The owner of a slice is the worker that decides on it for all, as a
+The parameters are cut into W chunks. The owner of a chunk is the worker that decides on it for all, as a
 shard's owner in ZeRO-1. Each optimizer is a direction, then weight decay, then the learning rate, as in
 optax: ``lion_cub`` has `scale_by_lion_cub` where ``optax.lion`` has ``optax.scale_by_lion``.
 """
@@ -203,11 +203,11 @@ def owner_lion(
     quantizer: Quantizer | None = None, wire: Wire | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
-    """Lion with one momentum for all workers, each slice of it at its owner: no drift, no sync.
+    """Lion with one momentum for all workers, each chunk of it at its owner: no drift, no sync.
 
     `owner` with ``optax.scale_by_lion(b1, b2)``, whose sign is the whole update: one exact bit comes back.
-    A worker keeps d/W of momentum, and with error feedback, as by default, an error of its own as large as
-    the parameters, in bfloat16.
+    A worker keeps d/W of momentum, or all of it if the wire is not ``sharded``; and with error feedback, as
+    by default, an error of its own as large as the parameters, in bfloat16.
 
     Arguments that are not named here are those of `lion_cub`, and so are the errors.
 
@@ -223,7 +223,7 @@ def owner_lion(
       >>> tx = lc.owner_lion(1e-4, workers="data", quantizer=lc.quantize.midrise(4))
 
     References:
-      This library; the optimizer is Lion (arXiv 2302.06675), its slices are ZeRO-1's (arXiv 1910.02054).
+      This library; the optimizer is Lion (arXiv 2302.06675), its chunks are ZeRO-1's (arXiv 1910.02054).
     """
     check_betas(b1=b1, b2=b2)
     check_mu_dtype(mu_dtype)
@@ -243,11 +243,11 @@ def owner_adamw(
     quantizer: Quantizer | None = None, reply: ReplyCodec | None = None, wire: Wire | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
-    """AdamW with one pair of moments for all workers, each slice of them at its owner.
+    """AdamW with one pair of moments for all workers, each chunk of them at its owner.
 
-    `owner` with ``optax.scale_by_adam(b1, b2, eps)``. A worker keeps moments of d/W parameters, of W
-    workers, and the errors of its codes and replies. In a step in which no worker takes part, the moments
-    and their counter stay.
+    `owner` with ``optax.scale_by_adam(b1, b2, eps)``. A worker keeps moments of d/W parameters, or of all d
+    if the wire is not ``sharded``, and the errors of its codes and replies. In a step in which no worker
+    takes part, the moments and their counter stay.
 
     Args:
       learning_rate: a number or an optax schedule.
@@ -261,8 +261,8 @@ def owner_adamw(
       quantizer: codes of gradients, ``error_feedback(midrise(3))`` by default, 3 bits.
       reply: codes of the update on its way back, ``decide.codes(2)`` by default, 2 bits.
       wire: the collectives that carry them, ``wires.two_phase()`` by default.
-      bucket_size: elements after which a new flat buffer begins, so that exchanges overlap with the
-        backward pass; see `communicate`. None for one buffer.
+      bucket_size: elements after which a new bucket begins, so that exchanges overlap with the backward
+        pass; see `communicate`. None for no limit.
 
     Returns:
       A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
@@ -275,7 +275,7 @@ def owner_adamw(
       >>> tx = lc.owner_adamw(1e-3, weight_decay=0.1, workers="data")
 
     References:
-      This library; the optimizer is AdamW (arXiv 1711.05101), its slices are ZeRO-1's (arXiv 1910.02054).
+      This library; the optimizer is AdamW (arXiv 1711.05101), its chunks are ZeRO-1's (arXiv 1910.02054).
     """
     check_betas(b1=b1, b2=b2)
     direction = owner(
@@ -298,17 +298,18 @@ def owner(
     quantizer: Quantizer | None = None, reply: ReplyCodec | None = None, wire: Wire | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
-    """Any elementwise optax transform, once for all workers: each slice of its state at one worker.
+    """Any elementwise optax transform, once for all workers: each chunk of its state at one worker.
 
     It stands where ``tx`` stood in a chain. Worker ``i`` sends codes ``Q`` of its gradient; the owner
-    of a slice decodes, averages, runs ``tx``, and sends codes of its update to all::
+    of a chunk decodes, averages, runs ``tx``, and sends codes of its update to all::
 
-        q_i  = Q(g_i + e_i);            e_i = g_i + e_i - q_i
-        u, s = tx(mean_i q_i, s)
-        r    = Q(u + e);                e   = u + e - r        # the update on every worker
+        q_i  = Q(g_i + e_i);                e_i = g_i + e_i - dequantize(q_i)
+        u, s = tx(mean_i dequantize(q_i), s)
+        r    = R(u + f);                    f   = u + f - dequantize(r)
 
-    Behind the mean itself, ``owner(optax.identity(), ...)``, any transform can stand, elementwise or not;
-    its state is then the same on every worker. If no worker takes part, it sees zeros.
+    The update on every worker is ``dequantize(r)``. Behind the mean itself, ``owner(optax.identity(),
+    ...)``, any transform can stand, elementwise or not; its state is then the same on every worker. If no
+    worker takes part, it sees zeros.
 
     Args:
       tx: such as ``optax.scale_by_adam()``. What mixes elements (a norm, a matrix) and what uses the

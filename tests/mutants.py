@@ -30,8 +30,8 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.M)
 MUTANTS = r"""
 # exchange/step.py: reference optimizer chains contract
 = the error of a worker that abstains is forgotten
-- store(plan, x.piece, x.error, new_error,
-+ store(plan, x.piece, 0 * new_error, new_error,
+- store(plan, piece, own.error, new_error,
++ store(plan, piece, 0 * new_error, new_error,
 
 # exchange/transform.py: reference optimizer chains contract
 = an owner's counter moves although no worker takes part
@@ -66,7 +66,7 @@ MUTANTS = r"""
 
 # exchange/pieces.py: reference optimizer chains contract quantize
 = a share of the error is to come back, and all of it does
-- error if code.keep == 1 else code.keep * error
+- error if codec.keep == 1 else codec.keep * error
 + error
 
 = ties of a second bucket take the coins of the first
@@ -151,8 +151,8 @@ MUTANTS = r"""
 
 # exchange/quantize.py: quantize reference sharding
 = a row of zeros votes if codes have several bits
-- context.by_chunk(mean > 0)
-+ context.by_chunk(mean >= 0)
+- context.by_part(mean > 0)
++ context.by_part(mean >= 0)
 
 = the step of a row whose sum overflows is the largest there is
 - jnp.where(jnp.isfinite(total), total / size, maximum)

@@ -262,7 +262,7 @@ def real(state):
             rows = np.zeros((flat.bucket.rows, 128), np.float32)
             for s in flat.bucket.segments:
                 rows[s.first_row :].reshape(-1)[: s.size] = 1
-            rows = rows.reshape(flat.bucket.num_workers, 1, -1)
+            rows = rows.reshape(flat.bucket.num_chunks, 1, -1)
             if x.ndim:
                 shards = x.size // rows.size
                 found[jax.tree_util.keystr(path) + rest] = rows.repeat(shards, 1).reshape(x.shape)

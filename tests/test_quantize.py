@@ -18,7 +18,7 @@ RANDOM = Q.stochastic(0)
 TINY, MOST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 
 
-def code_of(quantizer):
+def codec_of(quantizer):
     """Its values, or votes where it has no others; ``sign`` stands for votes."""
     return (
         quantizer.vote if quantizer.value is None or quantizer.name == "sign" else quantizer.value
@@ -27,7 +27,7 @@ def code_of(quantizer):
 
 @functools.partial(jax.jit, static_argnames=("quantizer", "workers"))
 def encode(quantizer, x, step, worker, *, workers):
-    code, (bucket,) = code_of(quantizer), layout.buckets([x], workers)
+    codec, (bucket,) = codec_of(quantizer), layout.buckets([x], workers)
     (piece,) = bucket.pieces
     rows = layout.piece_to_rows(layout.join_piece([x], piece), piece)
     sizes = layout.row_sizes(bucket, [None])
@@ -36,17 +36,17 @@ def encode(quantizer, x, step, worker, *, workers):
         (), worker=worker, num_workers=workers, num_steps=step, buckets=[here], group_buckets=(),
         row_sizes=[None], abstains_per_bucket=False,
     )  # fmt: skip
-    (context,) = pieces.encode_contexts(code, plan, here, [rows])
-    message = code.encode(rows, context)
-    parts = context.by_chunk(rows)
+    (context,) = pieces.encode_contexts(codec, plan, here, [rows])
+    message = codec.encode(rows, context)
+    parts = context.by_part(rows)
     planes = [x.reshape(len(parts), -1) for x in message.planes]
     codes = None
-    if not code.dense:
+    if not codec.dense:
         codes = bits.unpack(planes, parts.shape[1]).reshape(-1, 128).astype(jnp.int32)
     sent = None if message.scales is None else message.scales.reshape(parts.shape[:2])
     values = None
-    if code.decode is not None:
-        values = code.decode(planes, sent, parts.shape[1], stored=False).reshape(-1, 128)
+    if codec.decode is not None:
+        values = codec.decode(planes, sent, parts.shape[1], stored=False).reshape(-1, 128)
     voted = message.voted
     if voted is not None:
         voted = bits.unpack_rows(voted.reshape(len(parts), -1), parts.shape[1]).reshape(-1)
@@ -87,7 +87,7 @@ def test_codes_by_hand(quantizer, workers, x, codes, step):
     sent = sent_by(quantizer, x, workers=workers)
     assert sent.codes[0, : len(codes)].tolist() == list(codes)
     if step is not None:
-        values = (np.array(codes) - code_of(quantizer).max_code(workers) / 2) * step
+        values = (np.array(codes) - codec_of(quantizer).max_code(workers) / 2) * step
         assert sent.steps[0] == step and sent.values[0, : len(codes)].tolist() == values.tolist()
 
 
@@ -121,14 +121,14 @@ def test_codes_of_every_worker_are_those_of_the_reference_at_any_scale(words):
     for worker in range(3):
         plain = sent_by(quantizer, x[worker], step=11, worker=worker, workers=3)
         np.testing.assert_array_equal(
-            plain.codes[:40] - code_of(quantizer).max_code(3) / 2, levels[worker]
+            plain.codes[:40] - codec_of(quantizer).max_code(3) / 2, levels[worker]
         )
         if plain.steps is not None:
             np.testing.assert_array_equal(plain.steps[:40], steps[worker, :, 0])
         if plain.voted is not None:  # a row of zeros is not voted on
             assert plain.voted[:40].tolist() == rows[worker].any(1).tolist()
             assert not plain.voted[40:].any()
-        assert (plain.voted is None) == code_of(quantizer).midtread
+        assert (plain.voted is None) == codec_of(quantizer).midtread
         for power in (-120, 105):
             sent = sent_by(quantizer, np.ldexp(x[worker], power), step=11, worker=worker, workers=3)
             np.testing.assert_array_equal(sent.codes, plain.codes)
@@ -147,7 +147,7 @@ def test_numbers_at_the_ends_of_their_range(quantizer):
         x = row(largest, -largest, largest, size=700)
         sent = sent_by(quantizer, x)
         assert sent.finite and (sent.voted is None or sent.voted[:6].all())
-        if code_of(quantizer).dense:
+        if codec_of(quantizer).dense:
             kind = "bfloat16" if "bfloat16" in quantizer.name else "float32"
             want = coding.saturate(x, kind).astype(jnp.float32)
             np.testing.assert_array_equal(sent.values.reshape(-1)[:700], want)
@@ -156,7 +156,7 @@ def test_numbers_at_the_ends_of_their_range(quantizer):
         at_random = "stochastic" in quantizer.name
         has_step = largest > TINY or not (at_random or "levels" in quantizer.name)
         if sent.codes is not None and has_step:
-            side = np.sign(2 * sent.codes.reshape(-1)[:700] - code_of(quantizer).max_code(4))
+            side = np.sign(2 * sent.codes.reshape(-1)[:700] - codec_of(quantizer).max_code(4))
             assert (side * x >= 0 if at_random else side == np.sign(x)).all()
     for bad in (np.nan, np.inf, -np.inf):
         x[200] = bad
@@ -191,7 +191,7 @@ VALUES = row(*np.linspace(-1, 1, 16))
     ],
 )
 def test_stochastic_codes_are_right_on_average(quantizer, unit):
-    sent, half = sent_by(quantizer, np.tile(VALUES, 1000)), code_of(quantizer).max_code(4) / 2
+    sent, half = sent_by(quantizer, np.tile(VALUES, 1000)), codec_of(quantizer).max_code(4) / 2
     want = VALUES / (unit or sent.steps[0])
     inside = np.abs(want) <= half
     assert inside.sum() >= 56

@@ -291,7 +291,7 @@ def of_levels(inner, workers):
     ("make", "error", "said"),
     [
         # In two levels a sync in codes must know the group.
-        (lambda: of_levels(NODES, DEVICES), ValueError, r"in chunks that a group shares.*group=None"),
+        (lambda: of_levels(NODES, DEVICES), ValueError, r"in parts that a group shares.*group=None"),
         (lambda: of_levels(DEVICES, NODES), ValueError, r"whole by each worker.*group='dev'"),
         (lambda: lc.sync_momentum(vote(), S.every(2), ["no"], workers=AXIS), TypeError,
          r"where\[0\] is 'no': a mask has a bool for each leaf"),

@@ -290,7 +290,7 @@ def voted(
 
     def simulated(h: Hyper) -> Simulator:
         votes = reference.local_momentum(h.b1, h.b2, codes=codes, decide=decide)
-        coded = 0 if schedule is None or schedule.code is None else 1
+        coded = 0 if schedule is None or schedule.codec is None else 1
         return reference_sync.synced(votes, schedule.due, coded=coded) if schedule else votes
 
     def made(h: Hyper, workers: Any) -> optax.GradientTransformation:

@@ -24,7 +24,7 @@ def diloco(
     ``d = mean_i d_i``, ``v = m v + d``, ``p -= lr (d + m v)``. It travels once in H steps.
 
     With ``bits`` codes travel, up and down, with a scale for each row of 128: bits + 1/8 a parameter each
-    way. Worker i sends those of ``d_i + e_i`` and keeps their error ``e_i``; the owner of a slice
+    way. Worker i sends those of ``d_i + e_i`` and keeps their error ``e_i``; the owner of a chunk
     does the same with the mean, so that nothing is lost, only late.
 
     Args:

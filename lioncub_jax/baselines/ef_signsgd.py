@@ -21,7 +21,7 @@ def ef_signsgd(
     """Error feedback for signSGD, both ways: the error of a sign and a scale comes later.
 
     ``x_i = lr g_i + e_i``; worker i sends ``d_i = sign(x_i) mean|x_i|`` of each row of 128 and keeps
-    ``e_i = x_i - d_i``. The owner of a slice does the same with ``x = mean_i d_i + e``, a scale for each
+    ``e_i = x_i - d_i``. The owner of a chunk does the same with ``x = mean_i d_i + e``, a scale for each
     row, and its codes are the update. Scales travel as bfloat16: 1 + 1/8 bits up
     and down. The learning rate is part of what is fed back, so a change of it changes no error.
 

@@ -9,7 +9,7 @@ Both are one algorithm, and differ in when the variance is updated::
     always:              p   = p - lr (m / (1 - b1**t) / (sqrt(v / (1 - b2**k)) + eps) + wd p)
 
 ``Q`` is a sign and a scale, ``e_i`` the error of the codes of worker i, and ``e`` that of the owner of a
-slice. `one_bit_adam` is in full precision for the first ``warmup`` steps. `zero_one_adam` is so at
+chunk. `one_bit_adam` is in full precision for the first ``warmup`` steps. `zero_one_adam` is so at
 steps whose gaps double after every ``kappa`` of them.
 
 Where this differs from the papers and from what DeepSpeed ships:
@@ -87,7 +87,7 @@ def one_bit_adam(
     """1-bit Adam: AdamW on the mean gradient at first, then momentum in one bit under a frozen variance.
 
     For ``warmup`` steps gradients are averaged in float32. From then on v stays, and each worker sends the
-    sign and scales of ``m_i + e_i``, ``m_i = b1 m + (1 - b1) g_i``; the owner of each slice averages them,
+    sign and scales of ``m_i + e_i``, ``m_i = b1 m + (1 - b1) g_i``; the owner of each chunk averages them,
     adds its own error, and sends signs and scales back: the new m, the same for all. Errors of codes
     are kept on both sides and added to later ones.
 

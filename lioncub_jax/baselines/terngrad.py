@@ -13,7 +13,7 @@ from lioncub_jax.exchange.arguments import check_betas, check_number, part
 from lioncub_jax.exchange.decision import DecideContext, Planes
 from lioncub_jax.exchange.message import Format
 from lioncub_jax.exchange.momentum import nothing
-from lioncub_jax.exchange.quantize import Code, Quantizer
+from lioncub_jax.exchange.quantize import Codec, Quantizer
 from lioncub_jax.exchange.transform import communicate
 from lioncub_jax.exchange.votes import Signs, Tally, Vote
 from lioncub_jax.mesh import axes
@@ -31,15 +31,15 @@ class Total(Vote):
 
     name = "total"
 
-    def code_of(self, quantizer: Quantizer) -> Code:
+    def codec_of(self, quantizer: Quantizer) -> Codec:
         """Votes with a zero."""
-        code = super().code_of(quantizer)
-        if not code.midtread:
+        codec = super().codec_of(quantizer)
+        if not codec.midtread:
             raise ValueError(
                 f"decision={self.name}: {quantizer.name} has no code for zero, so a sum without "
                 "the number of votes is no result: give average()"
             )
-        return code
+        return codec
 
     def encode_reply(
         self, counted: Tally, context: DecideContext

@@ -22,7 +22,7 @@ from lioncub_jax.exchange.message import (
     Sums,
     reply_size,
 )
-from lioncub_jax.exchange.quantize import Code, Quantizer
+from lioncub_jax.exchange.quantize import Codec, Quantizer
 from lioncub_jax.exchange.votes import (
     Signs,
     decode_signs,
@@ -45,7 +45,7 @@ class OwnerState(NamedTuple):
 
 
 class ReplyCodec(NamedTuple):
-    """The code of an owner's reply; built by the functions of this module.
+    """The codec of an owner's reply; built by the functions of this module.
 
     Attributes:
       name: for errors and reports.
@@ -53,7 +53,7 @@ class ReplyCodec(NamedTuple):
         which mean nothing where they are not ``valid``.
       decode: ``(planes, row_data, num_rows) -> [chunks, rows, 128]``, int32 or float32.
       size: ``num_rows -> Size`` of a reply about one chunk.
-      local_update: the update of a single worker, which needs no code: the sign, or the value itself.
+      local_update: the update of a single worker, which needs no codes: the sign, or the value itself.
       init: ``float[rows, 128] -> error`` before the first step; ``()`` for none.
     """
 
@@ -83,7 +83,7 @@ class AtOwner(Decision):
         """For errors and reports."""
         return f"at the owner, {self.codec.name}"
 
-    def code_of(self, quantizer: Quantizer) -> Code:
+    def codec_of(self, quantizer: Quantizer) -> Codec:
         """The values of a quantizer."""
         if quantizer.value is None:
             raise ValueError(
@@ -103,7 +103,7 @@ class AtOwner(Decision):
     ) -> tuple[Reply, OwnerState]:
         """Averages, runs the transform, encodes its result."""
         mean = mean_of_values(received, context).reshape(-1, ROW)
-        if context.code.rotates:
+        if context.codec.rotates:
             mean = rotation.undone(mean, context.num_steps)
         u, valid, inner = self.run(
             mean, received.present, context.dtype, context.row_sizes, state.inner
@@ -135,7 +135,7 @@ class AtOwner(Decision):
         """The decoded reply."""
         return self.codec.decode(planes, row_data, num_rows)
 
-    def reply_size(self, code: Code, num_rows: int, num_workers: int) -> Size:
+    def reply_size(self, codec: Codec, num_rows: int, num_workers: int) -> Size:
         """Size of the coded reply."""
         return self.codec.size(num_rows)
 
@@ -163,9 +163,9 @@ def mean_of_values(received: Inbox | Sums, context: DecideContext) -> jax.Array:
     """``mean_i dequantize(q_i)`` over the workers that participate: ``float32[chunks, rows, 128]``."""
     if isinstance(received, Sums):
         return received.sums * share(received.present)
-    assert context.code.decode is not None
+    assert context.codec.decode is not None
     num_rows = context.format.num_rows
-    values = context.code.decode(received.planes, received.scales, num_rows, stored=False)
+    values = context.codec.decode(received.planes, received.scales, num_rows, stored=False)
     participates = received.participates[:, None, None, None]
     values = jnp.where(participates > 0, values, 0)
     if kernels.for_tpu():  # XLA for TPU fuses what it computes with a reduction of one array only
@@ -211,7 +211,7 @@ def at_owner(tx: optax.GradientTransformation, reply: ReplyCodec | None = None) 
     Args:
       tx: elementwise, such as ``optax.scale_by_lion(b1, b2)``; ``optax.identity()`` for the mean itself.
         It is given no parameters.
-      reply: the code of an update: ``codes(2)`` by default; ``sign()`` where ``tx`` ends in a sign, which
+      reply: the codec of an update: ``codes(2)`` by default; ``sign()`` where ``tx`` ends in a sign, which
         is then the whole update in one bit; ``values()`` for float32.
 
     Raises:

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from lioncub_jax.exchange import compilations, wires
 from lioncub_jax.exchange.means import common_dtype
-from lioncub_jax.exchange.quantize import Code, Quantizer
+from lioncub_jax.exchange.quantize import Codec, Quantizer
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.mesh.checksum import checksum
@@ -196,11 +196,11 @@ def _report_workers(sums: np.ndarray, averaged: np.ndarray, step: np.ndarray) ->
     warnings.warn(wrong, stacklevel=2)
 
 
-def check_group(quantizer: Quantizer, code: Code) -> None:
+def check_group(quantizer: Quantizer, codec: Codec) -> None:
     """Raises ``ValueError`` for codes that cannot serve two levels."""
-    if code.uses_leaf_mean:
+    if codec.uses_leaf_mean:
         raise ValueError(
-            f"{quantizer.name} has one scale for a whole leaf, and a device of a group has a chunk of many "
+            f"{quantizer.name} has one scale for a whole leaf, and a device of a group has a part of many "
             "leaves: give sign(), ternary() or midrise(p)"
         )
 

@@ -16,7 +16,7 @@ from lioncub_jax.exchange.message import (
     Size,
     Sums,
 )
-from lioncub_jax.exchange.quantize import Code, Quantizer
+from lioncub_jax.exchange.quantize import Codec, Quantizer
 
 Planes: TypeAlias = Sequence[jax.Array]
 
@@ -25,7 +25,7 @@ class DecideContext(NamedTuple):
     """The rows on which a worker decides: one chunk of a bucket, or all of them.
 
     Attributes:
-      code: of the codes that arrive.
+      codec: that of the codes that arrive.
       format: W, the rows of a chunk, the largest code.
       num_chunks: 1 if each worker owns a chunk, W if every worker decides on all.
       dtype: of the leaves.
@@ -35,7 +35,7 @@ class DecideContext(NamedTuple):
       num_steps: ``int32[]``, steps taken before.
     """
 
-    code: Code
+    codec: Codec
     format: Format
     num_chunks: int
     dtype: DTypeLike
@@ -56,21 +56,21 @@ class DecideContext(NamedTuple):
 class Decision:
     """The decision on a chunk of rows: pure functions of what workers sent, and of the owner's state.
 
-    A subclass has `code_of`, `decide`, `decode`, `reply_size` and `local_update`; with ``has_state`` also
+    A subclass has `codec_of`, `decide`, `decode`, `reply_size` and `local_update`; with ``has_state`` also
     `init` and `decide_locally`. It has no collectives: the wire has them. It is a pytree of its numbers
     (`arguments.part`), since they may be traced arrays.
 
     Example:
       >>> from lioncub_jax import decide, quantize
-      >>> decide.majority().code_of(quantize.midrise(3)).max_code(8)
+      >>> decide.majority().codec_of(quantize.midrise(3)).max_code(8)
       7
     """
 
     name = ""
     has_state = False  # whether the owner of a chunk keeps a state
 
-    def code_of(self, quantizer: Quantizer) -> Code:
-        """The code of a quantizer on which it decides; ``ValueError`` where the quantizer has none."""
+    def codec_of(self, quantizer: Quantizer) -> Codec:
+        """The codec of a quantizer whose codes it takes; ``ValueError`` where the quantizer has none."""
         raise NotImplementedError
 
     def init(self, rows: jax.Array) -> optax.OptState:
@@ -99,11 +99,11 @@ class Decision:
         """The update ``[chunks, rows, 128]`` of a reply; whatever an owner sends, finite."""
         raise NotImplementedError
 
-    def reply_size(self, code: Code, num_rows: int, num_workers: int) -> Size:
+    def reply_size(self, codec: Codec, num_rows: int, num_workers: int) -> Size:
         """Size of what `decide` returns about one chunk of ``num_rows``; another reply is an error."""
         raise NotImplementedError
 
-    def counts_pairs(self, code: Code) -> bool:
+    def counts_pairs(self, codec: Codec) -> bool:
         """True where replies have pairs of votes among their statistics."""
         return False
 

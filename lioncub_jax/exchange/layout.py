@@ -91,8 +91,9 @@ class BucketLayout(NamedTuple):
         does: each large leaf, then all small ones.
       large: whether any leaf is large.
       first_row: rows in the buckets before this one.
-      rows_per_chunk: rows that each worker owns; whole blocks, or half a block more if no leaf is large.
-      num_workers: number of chunks.
+      rows_per_chunk: rows of a chunk; whole blocks, or half a block more if no leaf is large.
+      num_chunks: chunks of equal size, one for each worker; or of a bucket that a group shares one for each
+        device, called the device's part.
       dtype: of the leaves, the widest if they differ.
       axes: mesh axes over which the leaves vary, by name.
       total_rows: rows of all buckets, padding included; the offset between two shards.
@@ -102,7 +103,7 @@ class BucketLayout(NamedTuple):
     large: bool
     first_row: int
     rows_per_chunk: int
-    num_workers: int
+    num_chunks: int
     dtype: np.dtype[Any]
     axes: tuple[str, ...] = ()
     total_rows: int = 0
@@ -110,7 +111,7 @@ class BucketLayout(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows that travel, padding included."""
-        return self.num_workers * self.rows_per_chunk
+        return self.num_chunks * self.rows_per_chunk
 
     @property
     def segments(self) -> list[Segment]:
@@ -118,10 +119,10 @@ class BucketLayout(NamedTuple):
         return [s for piece in self.pieces for s in piece.segments]
 
     @property
-    def packed_chunks(self) -> int:
-        """Parts of a piece that are packed by themselves."""
+    def packed_parts(self) -> int:
+        """The number of equal parts in which a piece is packed."""
         # Chunks of whole blocks begin with a block, wherever pieces begin.
-        return 1 if self.large else self.num_workers
+        return 1 if self.large else self.num_chunks
 
 
 @jax.tree_util.register_dataclass
@@ -130,8 +131,9 @@ class Flat:
     """Arrays that lie as a bucket does and not as its leaves do, with what is needed to find them.
 
     Attributes:
-      value: tree of arrays over the rows that a device owns, ``[rows, 128]``.
-      bucket: the bucket of which they are a chunk.
+      value: tree of arrays over rows, ``[rows, 128]``: a chunk, or a part; all rows of the bucket if every
+        worker decides on all.
+      bucket: the bucket whose rows they are.
     """
 
     value: Any
@@ -139,7 +141,7 @@ class Flat:
 
 
 def check_order(flats: Sequence[Flat], buckets: Sequence[BucketLayout]) -> None:
-    """Raises ``ValueError`` if a state was built for other buffers than this step has."""
+    """Raises ``ValueError`` if a state was built for other buckets than this step has."""
     if [x.bucket.pieces for x in flats] != [bucket.pieces for bucket in buckets]:
         raise ValueError(
             f"chunks of the state, of {len(flats)} buckets, are others or lie in another order than those "
@@ -151,7 +153,7 @@ def check_order(flats: Sequence[Flat], buckets: Sequence[BucketLayout]) -> None:
 
 def buckets(
     leaves: Sequence[Any],
-    num_workers: int,
+    num_chunks: int,
     limit: int | None = None,
     axes: Sequence[Collection[str]] = (),
 ) -> tuple[BucketLayout, ...]:
@@ -159,7 +161,7 @@ def buckets(
 
     Args:
       leaves: arrays or anything with ``shape`` and ``dtype``; empty leaves take no row.
-      num_workers: workers that own a chunk of each bucket.
+      num_chunks: chunks of each bucket, see `BucketLayout`.
       limit: elements after which a new bucket begins (at the next leaf), or None for no limit.
       axes: for each leaf the mesh axes over which it varies; none by default.
 
@@ -169,7 +171,7 @@ def buckets(
     Example:
       >>> import jax.numpy as jnp
       >>> from lioncub_jax.exchange import layout
-      >>> bucket, = layout.buckets([jnp.zeros(129), jnp.zeros((2, 32))], num_workers=2)
+      >>> bucket, = layout.buckets([jnp.zeros(129), jnp.zeros((2, 32))], num_chunks=2)
       >>> [(s.first_row, s.rows) for s in bucket.segments], bucket.rows_per_chunk
       ([(0, 2), (2, 1)], 16)
     """
@@ -189,14 +191,14 @@ def buckets(
     placed = []
     for over in sorted(groups):
         for members in groups[over]:
-            placed.append(_place(leaves, members, num_workers)._replace(axes=over))
+            placed.append(_place(leaves, members, num_chunks)._replace(axes=over))
     *before, total = itertools.accumulate([bucket.rows for bucket in placed], initial=0)
     for k, first in enumerate(before):
         placed[k] = placed[k]._replace(first_row=first, total_rows=total)
     return tuple(placed)
 
 
-def _place(leaves: Sequence[jax.Array], members: list[int], num_workers: int) -> BucketLayout:
+def _place(leaves: Sequence[jax.Array], members: list[int], num_chunks: int) -> BucketLayout:
     def is_small(index: int) -> bool:
         return math.prod(leaves[index].shape) <= SMALL * ROW
 
@@ -210,10 +212,10 @@ def _place(leaves: Sequence[jax.Array], members: list[int], num_workers: int) ->
         first += rows
     pieces = [Piece((s,), s.first_row, s.rows, (0,)) for s in segments if s.rows > SMALL]
     large, small = bool(pieces), segments[len(pieces) :]
-    chunk = _round_up(-(-first // num_workers), BLOCK if large else HALF_BLOCK)
+    chunk = _round_up(-(-first // num_chunks), BLOCK if large else HALF_BLOCK)
     if small:
         begin = small[0].first_row
-        rows = _round_up(first - begin, BLOCK) if large else num_workers * chunk
+        rows = _round_up(first - begin, BLOCK) if large else num_chunks * chunk
         starts = tuple(s.first_row - begin for s in small)
         pieces.append(Piece(tuple(small), begin, rows, starts))
     dtype = common_dtype(*{leaves[index].dtype for index in members})
@@ -222,7 +224,7 @@ def _place(leaves: Sequence[jax.Array], members: list[int], num_workers: int) ->
         large,
         first_row=0,
         rows_per_chunk=chunk,
-        num_workers=num_workers,
+        num_chunks=num_chunks,
         dtype=dtype,
     )
 
@@ -375,8 +377,8 @@ def row_sizes(
 
     Args:
       bucket: the bucket.
-      own: for each leaf ``int32[rows]``, the sizes of its rows, if the leaf is a chunk of a group's bucket;
-        else None; () for none.
+      own: for each leaf ``int32[rows]``, the sizes of its rows, if the leaf is a device's part of a group's
+        bucket; else None; () for none.
       padding_counts: True where rows of nothing but padding are voted on, or have an owner's state, and
         must not be taken for ties.
 
@@ -385,13 +387,13 @@ def row_sizes(
     """
     segments, parts = bucket.segments, []
     given = {leaf: sizes for leaf, sizes in enumerate(own) if sizes is not None}
-    in_chunks = any(s.leaf in given for s in segments)
+    of_group = any(s.leaf in given for s in segments)
     ragged = any(s.size % ROW for s in segments)
     empty = sum(s.size for s in segments) < bucket.rows * ROW
-    if not (in_chunks or ragged or (padding_counts and empty)):
+    if not (of_group or ragged or (padding_counts and empty)):
         return None
     for piece in bucket.pieces:
-        if not in_chunks:
+        if not of_group:
             parts.append(_filled(piece))
             continue
         each = []
@@ -402,10 +404,10 @@ def row_sizes(
     return pad_rows(jnp.concatenate(parts), bucket.rows)
 
 
-def row_sizes_of_chunk(
+def row_sizes_of_part(
     bucket: BucketLayout, device: jax.Array, padding_counts: bool = False
 ) -> jax.Array | None:
-    """`row_sizes` of the chunk of one device of a group: ``int32[chunk]``."""
+    """`row_sizes` of the part of one device of a group: ``int32[rows]``."""
     sizes = row_sizes(bucket, padding_counts=padding_counts)
     if sizes is None:
         return None

@@ -276,7 +276,7 @@ def concatenate(
         raise ValueError(
             f"a message or reply has {len(planes)} planes, {len(numbers)} numbers and {row_words} words of "
             f"rows, and its size says {size.planes}, {size.numbers} and {size.row_words}: give what "
-            "Decision.reply_size or the Code says (numbers of a reply: ties, present, and two for pairs)"
+            "Decision.reply_size or the Codec says (numbers of a reply: ties, present, and two for pairs)"
         )
     parts = [*planes]
     for x in numbers:

@@ -21,7 +21,7 @@ from lioncub_jax.exchange.layout import BucketLayout, Piece
 from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.exchange.message import Format, Message, Reply
 from lioncub_jax.exchange.momentum import MomentumRule
-from lioncub_jax.exchange.quantize import Code, EncodeContext
+from lioncub_jax.exchange.quantize import Codec, EncodeContext
 from lioncub_jax.mesh import axes, kernels
 from lioncub_jax.mesh.axes import Axes
 
@@ -57,8 +57,8 @@ class WorkerPlan(NamedTuple):
       num_steps: ``int32[]``, steps taken before.
       buckets: in which its leaves travel.
       group_buckets: in a group of devices, the buckets of whole leaves that the group shares; this device's
-        chunk of each is a leaf of ``buckets``. () without a group.
-      row_sizes: for each chunk of a group bucket ``int32[rows]``, elements that are no padding; None for a
+        part of each is a leaf of ``buckets``. () without a group.
+      row_sizes: for each part of a group bucket ``int32[rows]``, elements that are no padding; None for a
         leaf that is whole.
       abstains_per_bucket: the worker abstains only from buckets with a value that is not finite.
     """
@@ -137,21 +137,21 @@ def interpolate(
 
 @jax.named_scope("lioncub.pack")
 def encode(
-    code: Code, plan: WorkerPlan, bucket: BucketPlan, inputs: Sequence[PieceInput]
+    codec: Codec, plan: WorkerPlan, bucket: BucketPlan, inputs: Sequence[PieceInput]
 ) -> list[Message]:
     """``q = Q(c + e)`` of each piece of a bucket."""
     rows = [x.rows for x in inputs]
-    contexts = encode_contexts(code, plan, bucket, rows)
-    return [code.encode(x, context) for x, context in zip(rows, contexts, strict=True)]
+    contexts = encode_contexts(codec, plan, bucket, rows)
+    return [codec.encode(x, context) for x, context in zip(rows, contexts, strict=True)]
 
 
 def encode_contexts(
-    code: Code, plan: WorkerPlan, bucket: BucketPlan, rows: Sequence[jax.Array]
+    codec: Codec, plan: WorkerPlan, bucket: BucketPlan, rows: Sequence[jax.Array]
 ) -> list[EncodeContext]:
-    """Facts that the code needs about each piece of a bucket, of values ``rows``."""
+    """Facts that the codec needs about each piece of a bucket, of values ``rows``."""
     pieces = bucket.pieces
     means: Sequence[jax.Array | None] = [None] * len(pieces)
-    if code.uses_leaf_mean:
+    if codec.uses_leaf_mean:
         means = leaf_means(plan, bucket, rows)
     first_rows = [bucket.layout.first_row + piece.first_row for piece in pieces]
     first_words = xla.runtime_constants([x * WORDS_PER_ROW for x in first_rows], plan.num_steps)
@@ -160,17 +160,17 @@ def encode_contexts(
         # XLA fuses kernels with a common operand, and the first bucket would wait for the last gradient. So
         # each bucket has its own copy.
         draw = bits.SignDraw(*[xla.delayed_by(x, rows[0][0, 0]) for x in draw])
-    contexts = []
+    contexts, rounding = [], codec.rounding
     for k, piece in enumerate(pieces):
         sizes, first, size = bucket.row_sizes, piece.first_row, piece.rows
         first_word = first_words[k] + bucket.shard * bucket.layout.total_rows * WORDS_PER_ROW
         context = EncodeContext(
-            num_chunks=bucket.layout.packed_chunks,
+            packed_parts=bucket.layout.packed_parts,
             num_workers=plan.num_workers,
             num_steps=plan.num_steps,
             row_sizes=None if sizes is None else sizes[first:][:size],
             random_signs=bits.random_signs(first_word, size * WORDS_PER_ROW, draw),
-            noise=None if code.rounding is None else noise(code.rounding.seed, plan, bucket, piece),
+            noise=None if rounding is None else noise(rounding.seed, plan, bucket, piece),
             leaf_mean=means[k],
         )
         contexts.append(context)
@@ -247,7 +247,7 @@ def participation(
 
 
 def decide_context(
-    code: Code, plan: WorkerPlan, bucket: BucketPlan, sharded: bool
+    codec: Codec, plan: WorkerPlan, bucket: BucketPlan, sharded: bool
 ) -> DecideContext:
     """The rows of a bucket on which this worker decides: its chunk if ``sharded``, else all."""
     places, sizes = bucket.layout, bucket.row_sizes
@@ -261,7 +261,7 @@ def decide_context(
     words = places.rows_per_chunk * WORDS_PER_ROW
     tie_bits = bits.tie_bits(row * WORDS_PER_ROW, num_chunks * words, plan.num_steps)
     return DecideContext(
-        code=code,
+        codec=codec,
         format=bucket.format,
         num_chunks=num_chunks,
         dtype=places.dtype,
@@ -304,23 +304,23 @@ def slice_blocks(words: jax.Array, start: jax.Array, size: int) -> jax.Array:
 
 
 def split_update(plan: WorkerPlan, piece: Piece, u: jax.Array) -> dict[int, jax.Array]:
-    """``u`` of each leaf of a piece by index; in a group of group buckets, ``[devices, chunk, 128]``."""
+    """``u`` of each leaf of a piece by index; in a group of parts, ``[devices, rows, 128]``."""
     if not plan.group_buckets:
         # Float32, as it is used: a conversion for each leaf is work for a compiler.
         return layout.split_piece(u.astype(jnp.float32), piece)
-    chunks = {}
+    parts = {}
     for s in piece.segments:
         first = s.first_row - piece.first_row
-        chunks[s.leaf] = u[:, first : first + plan.group_buckets[s.leaf].rows_per_chunk]
-    return chunks
+        parts[s.leaf] = u[:, first : first + plan.group_buckets[s.leaf].rows_per_chunk]
+    return parts
 
 
-def leaves_of_group(plan: WorkerPlan, chunks: dict[int, jax.Array]) -> dict[int, jax.Array]:
-    """Leaves by index, from all chunks of each group bucket, ``[devices, chunk, 128]``."""
+def leaves_of_group(plan: WorkerPlan, parts: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    """Leaves by index, from all parts of each group bucket, ``[devices, rows, 128]``."""
     leaves: dict[int, jax.Array] = {}
     for k, bucket in enumerate(plan.group_buckets):
         pieces = layout.pieces(bucket, plan.num_steps)
-        leaves |= layout.split_bucket(chunks[k].reshape(-1, ROW), pieces)
+        leaves |= layout.split_bucket(parts[k].reshape(-1, ROW), pieces)
     return leaves
 
 
@@ -338,27 +338,27 @@ def next_momentum(
 
 
 def next_error(
-    code: Code, plan: WorkerPlan, bucket: BucketPlan, x: PieceInput, message: Message
+    codec: Codec, plan: WorkerPlan, bucket: BucketPlan, x: PieceInput, message: Message
 ) -> jax.Array | None:
     """``e = keep (c + e - dequantize(q))`` of a piece, None without error feedback.
 
     Padding may hold anything.
     """
-    if code.error_dtype is None:
+    if codec.error_dtype is None:
         return None
-    assert code.decode is not None and message.scales is not None
+    assert codec.decode is not None and message.scales is not None
     c, e = x.direction, x.error
     if not x.piece.joined:
         # Computed again: storing the sum would cost an array as large as the gradient.
         c, e = xla.recomputed([c, e])
     exact = at_least_float32(plus_error(c, e))
-    scales = message.scales.reshape(bucket.layout.packed_chunks, -1)
+    scales = message.scales.reshape(bucket.layout.packed_parts, -1)
     planes = [plane.reshape(len(scales), -1) for plane in message.planes]
-    rows = code.decode(planes, scales, scales.shape[1], stored=True)
-    if code.rotates:
+    rows = codec.decode(planes, scales, scales.shape[1], stored=True)
+    if codec.rotates:
         rows = rotation.undone(rows, plan.num_steps)
     error = exact - layout.rows_to_piece(rows, x.piece).astype(exact.dtype)
-    return error if code.keep == 1 else code.keep * error
+    return error if codec.keep == 1 else codec.keep * error
 
 
 def store(

@@ -1,6 +1,6 @@
-"""Quantizers: values to codes, and codes to values.
+"""Quantizers: codecs from values to codes, and from codes to values.
 
-A code ``q`` in ``0..max_code`` stands for the integer ``2q - max_code`` in units of ``scale / 2``:
+A *code* ``q`` in ``0..max_code`` stands for the integer ``2q - max_code`` in units of ``scale / 2``:
 
 * *mid-rise*, ``max_code`` odd: no code is zero, ``p`` bits have ``2**p`` codes, and ``p = 1`` is the sign.
   A worker does not vote on a row of 128 elements that are all exactly zero, and a single zero in another
@@ -29,7 +29,7 @@ from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.message import Message
 
 __all__ = [
-    "Code",
+    "Codec",
     "EncodeContext",
     "Message",
     "Quantizer",
@@ -67,7 +67,7 @@ class EncodeContext(NamedTuple):
     """Facts about the rows of a piece, besides their values.
 
     Attributes:
-      num_chunks: parts of the rows that are packed by themselves.
+      packed_parts: the number of equal parts in which the rows are packed.
       num_workers: W.
       num_steps: ``int32[]``, steps taken before; the same on every worker.
       row_sizes: ``int32[rows]``, elements of each row that are no padding; None where all are.
@@ -76,7 +76,7 @@ class EncodeContext(NamedTuple):
       leaf_mean: ``float32[rows]``, mean magnitude of the leaf of each row, or None.
     """
 
-    num_chunks: int
+    packed_parts: int
     num_workers: int
     num_steps: jax.Array
     row_sizes: jax.Array | None
@@ -84,9 +84,9 @@ class EncodeContext(NamedTuple):
     noise: jax.Array | None = None
     leaf_mean: jax.Array | None = None
 
-    def by_chunk(self, x: jax.Array) -> jax.Array:
-        """``[rows, ...]`` as ``[chunks, rows of a chunk, ...]``."""
-        return x.reshape(self.num_chunks, -1, *x.shape[1:])
+    def by_part(self, x: jax.Array) -> jax.Array:
+        """``[rows, ...]`` as ``[parts, rows of a part, ...]``."""
+        return x.reshape(self.packed_parts, -1, *x.shape[1:])
 
 
 class Rounding(NamedTuple):
@@ -99,8 +99,8 @@ class Rounding(NamedTuple):
     seed: int
 
 
-class Code(NamedTuple):
-    """A code: votes, which are counted, or values, which are decoded.
+class Codec(NamedTuple):
+    """A map from values to codes: of votes, which are counted, or of values, which are decoded.
 
     Attributes:
       max_code: ``num_workers -> largest code``; raises ``ValueError`` if the sum over so many workers does
@@ -113,7 +113,7 @@ class Code(NamedTuple):
       rounding: stochastic, or None for the nearest code.
       uses_leaf_mean: ``encode`` needs the mean magnitude of whole leaves.
       error_dtype: dtype of the error that a worker keeps (error feedback), or None.
-      keep: share of the error that is kept.
+      keep: the share of the error that is kept.
       rotates: codes are of rotated rows, see `rotated`.
     """
 
@@ -149,13 +149,13 @@ class Quantizer(NamedTuple):
 
     Attributes:
       name: for errors and reports.
-      vote: its code for votes, or None where it has none.
-      value: its code for values that an owner decodes, or None where it has none.
+      vote: its codec for votes, or None where it has none.
+      value: its codec for values that an owner decodes, or None where it has none.
     """
 
     name: str
-    vote: Code | None = None
-    value: Code | None = None
+    vote: Codec | None = None
+    value: Codec | None = None
 
 
 def stochastic(seed: int = 0) -> Rounding:
@@ -229,7 +229,7 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
         *planes, _ = _packed(
             q | ((x != 0).astype(jnp.uint32) << p), p + 1, context, with_zero_signs=True
         )
-        voted = bits.pack_rows(context.by_chunk(mean > 0)).reshape(-1)
+        voted = bits.pack_rows(context.by_part(mean > 0)).reshape(-1)
         return Message(planes, voted, scale.astype(jnp.bfloat16), jnp.all(finite))
 
     def vote(x: jax.Array, context: EncodeContext) -> Message:
@@ -240,7 +240,7 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     def num_codes(num_workers: int) -> int:
         return max_code
 
-    votes = Code(num_codes, vote, rounding=rounding)
+    votes = Codec(num_codes, vote, rounding=rounding)
     values = votes._replace(encode=encode, decode=_decoder(max_code))
     return Quantizer(_name("midrise", p, rounding), votes, values)
 
@@ -290,8 +290,8 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
         q = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
         return _midtread(q, x, (2 * s).bit_length(), context)
 
-    code = Code(max_code, encode, midtread=True, rounding=rounding, uses_leaf_mean=True)
-    return Quantizer(_name("integer", p, rounding), code)
+    codec = Codec(max_code, encode, midtread=True, rounding=rounding, uses_leaf_mean=True)
+    return Quantizer(_name("integer", p, rounding), codec)
 
 
 def ternary(*, rounding: Rounding | None = None) -> Quantizer:
@@ -322,7 +322,7 @@ def ternary(*, rounding: Rounding | None = None) -> Quantizer:
         return 2
 
     name = "ternary(stochastic)" if rounding else "ternary"
-    return Quantizer(name, Code(max_code, encode, midtread=True, rounding=rounding))
+    return Quantizer(name, Codec(max_code, encode, midtread=True, rounding=rounding))
 
 
 def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
@@ -370,7 +370,7 @@ def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     def max_code(num_workers: int) -> int:
         return 2 * s
 
-    votes = Code(max_code, vote, midtread=True, rounding=rounding)
+    votes = Codec(max_code, vote, midtread=True, rounding=rounding)
     values = votes._replace(encode=encode, decode=_decoder(2 * s))
     return Quantizer(_name("levels", p, rounding), votes, values)
 
@@ -407,7 +407,7 @@ def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
     def max_code(num_workers: int) -> int:
         return 0
 
-    return Quantizer(f"dense({dtype.name})", value=Code(max_code, encode, decode, dense=dtype))
+    return Quantizer(f"dense({dtype.name})", value=Codec(max_code, encode, decode, dense=dtype))
 
 
 def error_feedback(
@@ -415,7 +415,7 @@ def error_feedback(
 ) -> Quantizer:
     """Adds the error of the last code to the next value, so that nothing is lost, only late.
 
-    ``x = g + e``, send ``q = Q(x)``, keep ``e = keep (x - dequantize(q))``. The error stays with the
+    ``x = g + e``, send ``q = Q(x)``; then ``e = keep * (x - dequantize(q))``. The error stays with the
     worker; one that the dtype cannot hold is kept as the largest that it can.
 
     Args:
@@ -439,8 +439,8 @@ def error_feedback(
       >>> lc.quantize.error_feedback(lc.quantize.midrise(3)).name
       'midrise(3) + error feedback'
     """
-    code = quantizer.value
-    if code is None or not code.sends_scales:
+    codec = quantizer.value
+    if codec is None or not codec.sends_scales:
         raise ValueError(
             f"error_feedback({quantizer.name}): the error is measured against what the owner decodes, "
             "so codes must have scales that travel; use midrise(p)"
@@ -450,7 +450,7 @@ def error_feedback(
     check_number(f"error_feedback(keep={keep!r})", keep, lambda x: 0 < x <= 1, allowed, float)
     share = f" of {keep:g}" if keep < 1 else ""
     name = f"{quantizer.name} + error feedback{share}"
-    return Quantizer(name, value=code._replace(error_dtype=jnp.dtype(dtype), keep=float(keep)))
+    return Quantizer(name, value=codec._replace(error_dtype=jnp.dtype(dtype), keep=float(keep)))
 
 
 def rotated(quantizer: Quantizer) -> Quantizer:
@@ -480,8 +480,8 @@ def rotated(quantizer: Quantizer) -> Quantizer:
     Source: Vargaftik et al., DRIVE (arXiv 2105.08339), for means of codes of one bit; a rotation of a row
     and not of a whole tensor, error feedback and Lion at the owner are ours.
     """
-    code = quantizer.value
-    if code is None or not code.sends_scales or code.rotates or code.error_dtype:
+    codec = quantizer.value
+    if codec is None or not codec.sends_scales or codec.rotates or codec.error_dtype:
         raise ValueError(
             f"rotated({quantizer.name}): only codes with scales can be rotated back, once, and feedback "
             "goes around it; give midrise(p), as in error_feedback(rotated(midrise(1)))"
@@ -489,9 +489,10 @@ def rotated(quantizer: Quantizer) -> Quantizer:
 
     def encode(x: jax.Array, context: EncodeContext) -> Message:
         # After the rotation the padding is not zero any more, so all 128 elements count.
-        return code.encode(rotation.rotated(x, context.num_steps), context._replace(row_sizes=None))
+        context = context._replace(row_sizes=None)
+        return codec.encode(rotation.rotated(x, context.num_steps), context)
 
-    value = code._replace(encode=encode, rotates=True)
+    value = codec._replace(encode=encode, rotates=True)
     return Quantizer(f"rotated({quantizer.name})", value=value)
 
 
@@ -577,7 +578,7 @@ def _name(make: str, p: int, rounding: Rounding | None) -> str:
 
 
 def _decoder(max_code: int) -> Callable[..., jax.Array]:
-    """The ``decode`` of a `Code` with scales."""
+    """The ``decode`` of a `Codec` with scales."""
 
     def decode(
         planes: Sequence[jax.Array], scales: jax.Array | None, num_rows: int, stored: bool
@@ -597,16 +598,16 @@ def _decoder(max_code: int) -> Callable[..., jax.Array]:
 def _packed(
     codes: jax.Array, p: int, context: EncodeContext, with_zero_signs: bool
 ) -> list[jax.Array]:
-    """Packs codes ``[rows, 128]`` to planes ``uint32[4 rows]``, chunk by chunk."""
-    signs = context.random_signs.reshape(context.num_chunks, -1) if with_zero_signs else None
-    return [plane.reshape(-1) for plane in bits.pack(context.by_chunk(codes), p, signs)]
+    """Packs codes ``[rows, 128]`` to planes ``uint32[4 rows]``, part by part."""
+    signs = context.random_signs.reshape(context.packed_parts, -1) if with_zero_signs else None
+    return [plane.reshape(-1) for plane in bits.pack(context.by_part(codes), p, signs)]
 
 
 def _signs(x: jax.Array, context: EncodeContext) -> Message:
     fields = (~jnp.isfinite(x)).astype(jnp.uint32) | ((x > 0).astype(jnp.uint32) << 1)
     fields |= (x != 0).astype(jnp.uint32) << 2
     not_finite, positive, marks = _packed(fields, 3, context, with_zero_signs=True)
-    rows = x.shape[0] // context.num_chunks
+    rows = x.shape[0] // context.packed_parts
     voted = bits.any_in_rows(marks.reshape(-1, rows * bits.WORDS_PER_ROW), rows)
     return Message([positive], voted.reshape(-1), None, jnp.all(not_finite == 0))
 

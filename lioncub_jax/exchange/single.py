@@ -1,4 +1,4 @@
-"""The step of a single worker: no code, no collective.
+"""The step of a single worker: no codes, nothing to other workers.
 
 Leaves keep their shapes and dtypes, so that ``u = sign(c)`` is ``optax.lion`` to the bit. The same step in
 rows, with a collective of one worker, is not for bfloat16 leaves, and moves twice the bytes.

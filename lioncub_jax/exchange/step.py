@@ -3,7 +3,9 @@
 Worker i of W holds a gradient ``g_i``, a momentum ``mu_i`` and, with error feedback, the error ``e_i`` of
 its earlier codes. Its leaves lie in rows of 128 elements, and the rows are cut into W *chunks*. Worker j is
 the *owner* of chunk j, as of a shard of the optimizer's state in ZeRO-1. It may hold a state ``s_j`` and
-the error ``f_j`` of its earlier replies. ``Q`` is the worker's code, and ``R`` the code of the replies.
+the error ``f_j`` of its earlier replies. A *codec* maps values to *codes*, integers from 0 to max_code:
+``Q`` is that of the messages, and ``R`` that of the replies. The functions called here are in `pieces`,
+`message` and `wires`; the last column has the file of each formula.
 
     interpolate  c_i = b1 mu_i + (1 - b1) g_i              worker i            momentum.py
     encode       q_i = Q(c_i + e_i)                                            quantize.py
@@ -13,35 +15,39 @@ the error ``f_j`` of its earlier replies. ``Q`` is the worker's code, and ``R`` 
                  f_j = u_j + f_j - dequantize(r_j)                             at_owner.py
     publish      all-gather of r_j                                             wires.py
     decode       u = dequantize(r_1, ..., r_W)             every worker        votes.py, at_owner.py
-    remember     e_i = keep (c_i + e_i - dequantize(q_i))  worker i            pieces.py
+    remember     e_i = keep * (c_i + e_i - dequantize(q_i))  worker i          pieces.py
                  mu_i = b2 mu_i + (1 - b2) g_i                                 momentum.py
+                 (after a coded sync mu_i = u + e_i, see `sync.coded`)
 
-Codes lie in ``0..max_code``, and ``keep`` is at most 1. A majority of votes: ``u_j = sign(sum_i v_i)`` of
-signed codes ``v_i = 2 q_i - max_code``; r_j is this sign, and there is no f_j. An optimizer ``tx`` at the
-owners: ``u_j, s_j = tx(mean_i dequantize(q_i); s_j)``, and R has two bits by default. A later transform of
-the chain multiplies ``u`` by the negative learning rate, as after ``optax.scale_by_lion``.
+The factor ``keep`` is at most 1. Votes are signed codes ``v_i = 2 q_i - max_code``, without scales or f_j.
+`majority` replies with ``sign(sum_i v_i)`` in one bit: a tie is a fair bit, the same everywhere. `ternary`
+replies in two bits: a tie is 0. `average` replies with the sum: ``u = sum_i v_i / (n max_code)`` of n
+voters. An optimizer ``tx`` at the owners: ``u_j, s_j = tx(mean_i dequantize(q_i); s_j)``, and R has two
+bits by default. A later transform of the chain multiplies ``u`` by the negative learning rate.
 
-Arrays for a bucket of n rows, padding included, with the two-phase wire; a word has a bit of 32 elements:
+Arrays of a bucket with the two-phase wire: n rows, padding included, of which a chunk has m = n / W.
 
-                 each bit of the codes    of each row
-    message      uint32[4 n]              scale, bfloat16[n]; of votes one bit, 1 where the worker votes
-    received     uint32[W, 1, 4 n / W]    the same of all workers; scales as float32[W, 1, n / W]
-    reply        uint32[1, 4 n / W]       scale, or one bit: 0 where the row does not move; packed
-    replies      uint32[W, 4 n / W]       the same of all owners
-    decoded      for each piece of the bucket ``u``, int32 or float32[1, rows, 128]
+                 each plane                          row data of votes      row data of values
+    message      uint32[4 n]                         uint32[n / 32]         scales bfloat16[n]
+    received     uint32[workers W, chunks 1, 4 m]    uint32[W, 1, m / 32]   scales float32[W, 1, m]
+    reply        uint32[chunks 1, words 4 m]         uint32[1, m / 32]      uint32[1, m / 2]
+    replies      uint32[chunks W, words 4 m]         uint32[W, m / 32]      uint32[W, m / 2]
+    decoded      ``u`` of each piece, int32 or float32[devices 1, rows, 128]
 
-With other wires every worker decides on all chunks: ``received`` has W in place of 1, or is a sum.
+Plane k has bit k of each code, and a word has the bits of 32 elements. The bit of a row is 1 where the
+worker votes on it; in a reply where the row moves. Replies of `codes(p)` have half of each row's scale, two
+bfloat16 in a word. With other wires every worker decides on all W chunks, and ``received`` may be a sum.
 
-Leaves travel in *buckets*: in one, or with ``bucket_size`` in several. Each *piece* of a bucket has codes
-of its own: a large leaf, or all small leaves joined. A worker with a value that is not finite abstains: it
-casts no vote, and its mu_i and e_i stay. It abstains from all buckets; with ``bucket_size`` only from those
-with such a value.
+Leaves travel in *buckets*: one for each set of mesh axes over which leaves vary; ``bucket_size`` splits
+them. Each *piece* of a bucket is encoded by itself: a large leaf, or all small leaves joined. A worker with
+a NaN or infinity in any leaf abstains: it casts no vote, and its mu_i and e_i stay. It abstains from all
+buckets; with ``bucket_size`` only from those with such a value.
 
 A worker may be sharded over inner mesh axes: each device takes this step with its shards of the leaves, and
-`encode` and `participation` also communicate inside the worker. A worker may be a group of devices: each
-was given the group's mean gradient of one part of the parameters by a reduce-scatter, this part is its
-leaves here, and `publish` gathers the replies of the whole group. A worker alone sends nothing:
-`transform.take_step` runs `single.single_worker_step` instead.
+`encode` and `participation` also communicate inside the worker. A worker may be a group of devices. Each
+device has the group's mean gradient of one *part* of the parameters, by a reduce-scatter. This part is its
+leaves here, and `publish` gathers the replies of the whole group. A worker alone sends nothing to other
+workers: it takes `single.single_worker_step` instead.
 """
 
 from collections.abc import Sequence
@@ -66,7 +72,7 @@ from lioncub_jax.exchange.pieces import (
     split_update,
     store,
 )
-from lioncub_jax.exchange.quantize import Code
+from lioncub_jax.exchange.quantize import Codec
 from lioncub_jax.exchange.wires import Wire, collect, publish
 from lioncub_jax.mesh.axes import Axes
 
@@ -78,32 +84,34 @@ class Exchange(NamedTuple):
       axis: mesh axes of the workers.
       group: mesh axes of the devices of one worker; () for one device each.
       momentum_rule: computes ``c`` and the next ``mu`` from ``g`` and ``mu``.
-      code: encodes ``c + e``: votes that are counted, or values that are decoded.
-      decision: codes of all workers about a chunk to the owner's reply, and the reply to ``u``.
-      wire: the collectives.
+      codec: encodes ``c + e``: votes, which are counted, or values, which are decoded.
+      decision: its ``decide`` maps the codes of all workers to a reply, its ``decode`` a reply to ``u``.
+      wire: the collectives; if ``wire.sharded`` each worker decides on its chunk, else all on all chunks.
       bucket_size: elements after which a new bucket begins; None for no limit. The plan follows it.
     """
 
     axis: Axes
     group: Axes
     momentum_rule: MomentumRule
-    code: Code
+    codec: Codec
     decision: Decision
     wire: Wire
     bucket_size: int | None = None
 
 
 class StepResult(NamedTuple):
-    """Result of a step; lists have one entry for each bucket.
+    """Result of a step.
 
     Attributes:
-      updates: ``u`` of each leaf by index, the same on every worker; in a group ``[devices, chunk, 128]``,
-        the chunks of all of its devices. A leaf without elements has none.
-      state: the next ``mu`` and ``e``.
-      owner_states: the next ``s`` and ``f`` of the chunk that this worker owns; () for decisions without
-        state. Counters have moved even if no worker participates: `transform.next_state` sets them back.
-      stats: ties, pairs of votes that differ, and workers present.
-      participates: ``bool[]``, False if this worker abstained.
+      updates: ``u`` of each leaf by index, the same on every worker; in a group ``[devices, rows, 128]``,
+        the parts of all of its devices. A leaf without elements has none.
+      state: the next ``mu`` and ``e`` of each leaf.
+      owner_states: for each bucket the next ``s`` and ``f`` of the rows on which this worker decides: of
+        its chunk; of all rows if the wire is not ``sharded``. () for decisions without state. Counters
+        have moved even if no worker participates. `transform.next_state` sets them back, since only its
+        sum over devices gives the number of workers the type of a replicated value, as counters have.
+      stats: for each bucket ties, pairs of votes that differ, and workers present, as its owners say.
+      participates: for each bucket ``bool[]``, False if this worker abstained.
     """
 
     updates: dict[int, jax.Array]
@@ -128,18 +136,19 @@ def step(
       plan: this worker's index, and the places of its leaves in buckets.
       grads: ``g`` of each leaf; varies over the workers.
       state: ``mu`` and ``e`` of each leaf, None where there is none; varies over the workers.
-      owner_states: for each bucket ``s`` and ``f`` of the chunk that this worker owns; () without state.
+      owner_states: for each bucket ``s`` and ``f`` of the rows on which this worker decides; () for
+        decisions without state.
       abstain: ``bool[]``, True to abstain; or None.
     """
-    rule, code, decision, wire = (
-        exchange.momentum_rule, exchange.code, exchange.decision, exchange.wire,
+    rule, codec, decision, wire = (
+        exchange.momentum_rule, exchange.codec, exchange.decision, exchange.wire,
     )  # fmt: skip
 
     # All buckets are encoded before one is sent: a NaN in the last may keep this worker out of the first.
     inputs, piece_messages = [], []  # of each bucket, for each piece
     for bucket in plan.buckets:
         inputs.append([interpolate(rule, piece, grads, state) for piece in bucket.pieces])
-        piece_messages.append(encode(code, plan, bucket, inputs[-1]))
+        piece_messages.append(encode(codec, plan, bucket, inputs[-1]))
     participates = participation(plan, piece_messages, abstain)
 
     updates: dict[int, jax.Array] = {}
@@ -150,26 +159,27 @@ def step(
         message = join(piece_messages[k], bucket.format, participates[k])
         received = collect(wire, message, bucket.format, exchange.axis)
         with jax.named_scope("lioncub.decide"):
-            context = decide_context(code, plan, bucket, wire.sharded)
-            reply, s = decision.decide(received, context, owner_states[k])
+            context = decide_context(codec, plan, bucket, wire.sharded)
+            reply, owner_state = decision.decide(received, context, owner_states[k])
         replies = publish(wire, reply, bucket.format, exchange.axis, exchange.group)
-        new_owner_states.append(s)
+        new_owner_states.append(owner_state)
         stats.append(replies.stats)
 
         decoded = decode(decision, plan, bucket, replies)
-        for x, piece_message, u in zip(inputs[k], piece_messages[k], decoded, strict=True):
-            updates |= split_update(plan, x.piece, u)
+        for own, piece_message, u in zip(inputs[k], piece_messages[k], decoded, strict=True):
+            piece = own.piece
+            updates |= split_update(plan, piece, u)
             with jax.named_scope("lioncub.remember"):
-                new_error = next_error(code, plan, bucket, x, piece_message)
-                # A sync in codes keeps no error apart from mu, which becomes u + e.
-                if x.error is not None and new_error is not None:
-                    error |= store(plan, x.piece, x.error, new_error, state.error, participates[k])
-                if x.momentum is not None:
-                    new_mu = next_momentum(rule, x, u, new_error)
-                    mu |= store(plan, x.piece, x.momentum, new_mu, state.mu, participates[k])
+                new_error = next_error(codec, plan, bucket, own, piece_message)
+                # A coded sync keeps no error apart from mu, which becomes u + e.
+                if own.error is not None and new_error is not None:
+                    error |= store(plan, piece, own.error, new_error, state.error, participates[k])
+                if own.momentum is not None:
+                    new_mu = next_momentum(rule, own, u, new_error)
+                    mu |= store(plan, piece, own.momentum, new_mu, state.mu, participates[k])
 
     # A leaf without elements is in no bucket, and stays.
-    all_mu = [mu.get(i, x) for i, x in enumerate(state.mu)]
-    all_errors = [error.get(i, x) for i, x in enumerate(state.error)]
+    all_mu = [mu.get(i, old) for i, old in enumerate(state.mu)]
+    all_errors = [error.get(i, old) for i, old in enumerate(state.error)]
     new_state = WorkerState(all_mu, all_errors)
     return StepResult(updates, new_state, new_owner_states, stats, participates)

@@ -21,7 +21,7 @@ from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.exchange.layout import Flat
 from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.exchange.pieces import WorkerState
-from lioncub_jax.exchange.quantize import Code
+from lioncub_jax.exchange.quantize import Codec
 from lioncub_jax.exchange.single import single_worker_step
 from lioncub_jax.exchange.step import Exchange, step
 from lioncub_jax.exchange.transform import init_owner_states, plan_worker
@@ -33,19 +33,19 @@ __all__ = ["Schedule", "SyncState", "coded", "every", "first", "sync_momentum", 
 
 
 class Schedule(NamedTuple):
-    """Steps at which a sync is due, and the code in which momenta travel then; steps count from 1.
+    """Steps at which a sync is due, and the codec by which momenta travel then; steps count from 1.
 
     A named tuple and not a bare function, because ``optax.inject_hyperparams`` would call a function.
 
     Attributes:
       name: for errors and reports.
       due: ``int32[] -> bool[]``.
-      code: in which momenta travel to their owners, or None for full precision.
+      codec: of momenta on their way to the owners, or None for full precision.
     """
 
     name: str
     due: Callable[[jax.Array], jax.Array]
-    code: Code | None = None
+    codec: Codec | None = None
 
 
 def every(period: int) -> Schedule:
@@ -139,9 +139,9 @@ def coded(schedule: Schedule | None = None, bits: int = 1) -> Schedule:
     """
     inner = every(3) if schedule is None else schedule
     check_schedule(inner)
-    code = quantize.error_feedback(quantize.midrise(bits), jnp.float32).value
+    codec = quantize.error_feedback(quantize.midrise(bits), jnp.float32).value
     extra = "" if bits == 1 else f", bits={bits}"
-    return inner._replace(name=f"coded({inner.name}{extra})", code=code)
+    return inner._replace(name=f"coded({inner.name}{extra})", codec=codec)
 
 
 def check_schedule(given: Any) -> None:
@@ -223,7 +223,7 @@ def sync_momentum(
     check_schedule(schedule)
     axis, group = worker_axes(workers)
     where = checks.as_mask("where", where)
-    exchange = None if schedule.code is None else coded_exchange(schedule.code, axis)
+    exchange = None if schedule.codec is None else coded_exchange(schedule.codec, axis)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SyncState:
@@ -303,11 +303,11 @@ def _variance_share(of_mean: jax.Array, mean: jax.Array) -> jax.Array:
 # --- In codes
 
 
-def coded_exchange(code: Code, axis: Axes) -> Exchange:
+def coded_exchange(codec: Codec, axis: Axes) -> Exchange:
     """The exchange of a step whose gradient is the momentum."""
     mean = decide.at_owner(optax.identity(), decide.codes(1))
     rule, wire = momentum.Synchronized(), wires.two_phase()
-    return Exchange(axis, group=(), momentum_rule=rule, code=code, decision=mean, wire=wire)
+    return Exchange(axis, group=(), momentum_rule=rule, codec=codec, decision=mean, wire=wire)
 
 
 def _coded_mean_if(
@@ -327,7 +327,7 @@ def _coded_mean_if(
     row_sizes: list[jax.Array | None] = [None] * len(old)
     if group:
         device = axes.worker_index(group)
-        row_sizes = [layout.row_sizes_of_chunk(x.bucket, device) for x in _chunks(mu)]
+        row_sizes = [layout.row_sizes_of_part(x.bucket, device) for x in _group_parts(mu)]
     plan = plan_worker(exchange, jax.tree.leaves(_picked(mu, mask)), count, row_sizes)
 
     def sync(
@@ -356,10 +356,10 @@ def _picked(mu: optax.Params, mask: optax.Params) -> optax.Params:
     return jax.tree.map(lambda x, pick: x if pick else x.ravel()[:0], mu, mask)
 
 
-def _chunks(mu: optax.Params) -> list[Flat]:
-    """The momentum of buckets that a group shares; [] where each worker has whole leaves."""
-    parts = jax.tree.leaves(mu, is_leaf=lambda x: isinstance(x, Flat))
-    return [x for x in parts if isinstance(x, Flat)]
+def _group_parts(mu: optax.Params) -> list[Flat]:
+    """Parts of the momentum that a group shares; [] where each worker has whole leaves."""
+    nodes = jax.tree.leaves(mu, is_leaf=lambda x: isinstance(x, Flat))
+    return [x for x in nodes if isinstance(x, Flat)]
 
 
 def _momentum_of(state: optax.OptState) -> optax.Params:
@@ -387,9 +387,9 @@ def picks(mu: optax.Params, where: Any) -> optax.Params:
     """The mask as a tree of one bool for each leaf of the momentum."""
     if where is None:
         return jax.tree.map(lambda _: True, mu)
-    if _chunks(mu):
+    if _group_parts(mu):
         raise ValueError(
-            "sync_where is given, and in two levels the momentum is in chunks of many leaves at once: "
+            "sync_where is given, and in two levels the momentum is in parts of many leaves at once: "
             "leave it out, or give Workers without a group"
         )
     mask = where(mu) if callable(where) else where
@@ -404,9 +404,9 @@ def picks(mu: optax.Params, where: Any) -> optax.Params:
 
 
 def _check_levels(mu: optax.Params, group: Axes) -> None:
-    in_chunks = bool(_chunks(mu))
-    if in_chunks != bool(group):
-        kept = "in chunks that a group shares" if in_chunks else "whole by each worker"
+    in_parts = bool(_group_parts(mu))
+    if in_parts != bool(group):
+        kept = "in parts that a group shares" if in_parts else "whole by each worker"
         raise ValueError(
             f"the momentum is kept {kept}, and the workers of sync_momentum have "
             f"group={axes.spelled(group)!r}: to sync it in codes give the Workers of the communicate that "

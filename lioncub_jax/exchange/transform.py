@@ -1,6 +1,7 @@
 """The transform `communicate`: its state, ``init`` and ``update`` around a step of each worker.
 
-``init`` makes ``mu`` and ``e`` of the leaves, or of a group's chunks of them, and ``s`` of owned chunks.
+``init`` makes ``mu`` and ``e`` of the leaves, or of a device's part of them in a group, and ``s`` of
+owned chunks.
 ``update`` runs `step.step` where every mesh axis is manual, then adds up statistics over the devices.
 """
 
@@ -21,7 +22,7 @@ from lioncub_jax.exchange.layout import BucketLayout, Flat
 from lioncub_jax.exchange.message import BucketStats, Format, message_size
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.pieces import BucketPlan, WorkerPlan, WorkerState, leaves_of_group
-from lioncub_jax.exchange.quantize import Code, Quantizer
+from lioncub_jax.exchange.quantize import Codec, Quantizer
 from lioncub_jax.exchange.single import single_worker_step
 from lioncub_jax.exchange.step import Exchange, StepResult, step
 from lioncub_jax.exchange.wires import Wire
@@ -59,7 +60,8 @@ class CommunicateState(NamedTuple):
       mu: momentum, shaped like the parameters, each worker's own (or None leaves).
       error: quantization error kept for the next step, shaped like the parameters, each worker's own
         (or None leaves).
-      owner: for each bucket the owner's state for the chunk that this worker owns.
+      owner: for each bucket the owner's state for the chunk that this worker owns; for all rows if the
+        wire is not ``sharded``.
       votes: statistics.
     """
 
@@ -106,7 +108,7 @@ def communicate(
       workers: a `Workers`; the name of a mesh axis, bound by ``jax.shard_map`` or ``jax.pmap``,
         or of several, a tuple, that are one group of voters together; None for one device without a mesh.
         `Workers` with a ``group`` are two levels: the gradients are averaged in full precision inside the
-        group by a reduce-scatter, each device keeps momentum and votes for its chunk of the parameters, and
+        group by a reduce-scatter, each device keeps momentum and votes for its part of the parameters, and
         the packed replies are gathered inside the group.
       momentum: the rule: ``blend(b1, b2)``, or ``nothing()``: signSGD, or momentum that lives at the owner.
       quantizer: from values to codes; default ``sign()``.
@@ -126,7 +128,7 @@ def communicate(
     Raises:
       ValueError: for parts that do not fit together; when traced, for an axis that is not bound,
         gradients that were already reduced, a state of other parameters, an ``abstain`` that is no
-        ``bool[]``, or too many workers for a code or wire.
+        ``bool[]``, or too many workers for a codec or wire.
       TypeError: without a momentum rule, or for a part of another kind; when traced, for integer or complex
         leaves, or a misspelled ``abstain``.
 
@@ -145,16 +147,16 @@ def communicate(
     decision = decide.default_for(quantizer) if decision is None else decision
     wire = wires.two_phase() if wire is None else wire
     check_kinds(momentum=(momentum, MomentumRule), decision=(decision, Decision), wire=(wire, Wire))
-    code = decision.code_of(quantizer)
-    check_wire(decision, quantizer, code, wire)
+    codec = decision.codec_of(quantizer)
+    check_wire(decision, quantizer, codec, wire)
     axis, group = placement.worker_axes(workers)
     if group:
-        checks.check_group(quantizer, code)
+        checks.check_group(quantizer, codec)
     if bucket_size is not None:
         wanted = "a number of elements, or None"
         check_count(f"bucket_size={bucket_size!r}", bucket_size, wanted)
     exchange = Exchange(
-        axis, group, momentum_rule=momentum, code=code, decision=decision, wire=wire,
+        axis, group, momentum_rule=momentum, codec=codec, decision=decision, wire=wire,
         bucket_size=bucket_size,
     )  # fmt: skip
     varying_over = (*axis, *group)
@@ -164,7 +166,7 @@ def communicate(
         if checks.stands_in(params):
             mu, error, owner = stand_ins(exchange, params)
         else:
-            mu, error, owner = momentum.init(params), zero_errors(code, params), ()
+            mu, error, owner = momentum.init(params), zero_errors(codec, params), ()
             if group or decision.has_state:
                 axes.check_bound(axis, group)  # chunks are those of workers
                 params = axes.varying(
@@ -172,7 +174,7 @@ def communicate(
                 )  # as gradients do, from which buckets are made
                 owner = placement.on_shards(init_owner_states, (exchange, params))
             if group:
-                mu, error = placement.on_shards(init_chunks, (exchange, params))
+                mu, error = placement.on_shards(init_group_parts, (exchange, params))
         return CommunicateState(jnp.zeros((), jnp.int32), mu, error, owner, zero_votes(exchange))
 
     def update(
@@ -200,14 +202,14 @@ def communicate(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def check_wire(decision: Decision, quantizer: Quantizer, code: Code, wire: Wire) -> None:
+def check_wire(decision: Decision, quantizer: Quantizer, codec: Codec, wire: Wire) -> None:
     """Raises ``ValueError`` for a wire that adds what it is not given."""
-    if wire.adds == "codes" and code.decode is not None:
+    if wire.adds == "codes" and codec.decode is not None:
         raise ValueError(
             f"decision={decision.name}: the {wire.name} wire adds codes, which are not decoded then: give "
             "decision=majority(), or the two_phase wire"
         )
-    if wire.adds == "values" and code.dense is None:
+    if wire.adds == "values" and codec.dense is None:
         raise ValueError(
             f"decision={decision.name}: the {wire.name} wire adds values, and {quantizer.name} sends "
             "codes: give quantizer=dense() with decision=at_owner(tx), or the two_phase wire"
@@ -219,7 +221,7 @@ def check_wire(decision: Decision, quantizer: Quantizer, code: Code, wire: Wire)
 
 def zero_votes(exchange: Exchange) -> VoteCounts:
     """Zeros before the first step, each an array of its own: a training step donates them all."""
-    counts_pairs = exchange.decision.counts_pairs(exchange.code)
+    counts_pairs = exchange.decision.counts_pairs(exchange.codec)
     return VoteCounts(
         ties=jnp.zeros((), jnp.float32),
         parameters=jnp.zeros((), jnp.float32),
@@ -232,28 +234,28 @@ def zero_votes(exchange: Exchange) -> VoteCounts:
 
 def stand_ins(exchange: Exchange, params: optax.Params) -> tuple[Any, Any, Any]:
     """``mu``, ``e`` and ``s`` where something stands in for parameters, see `checks.stands_in`."""
-    code, whole = exchange.code, not exchange.group
+    codec, whole = exchange.codec, not exchange.group
     mu = params if whole and jax.tree.leaves(exchange.momentum_rule.init(jnp.zeros(1))) else 0
-    error = params if whole and code.error_dtype is not None else 0
+    error = params if whole and codec.error_dtype is not None else 0
     return mu, error, 0 if exchange.decision.has_state else ()
 
 
-def zero_errors(code: Code, params: optax.Params) -> optax.Params:
+def zero_errors(codec: Codec, params: optax.Params) -> optax.Params:
     """``e`` before the first step; None for each leaf without error feedback."""
-    if code.error_dtype is None:
+    if codec.error_dtype is None:
         return jax.tree.map(lambda p: None, params)
-    return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=code.error_dtype), params)
+    return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=codec.error_dtype), params)
 
 
-def init_chunks(
+def init_group_parts(
     exchange: Exchange, params: optax.Params
 ) -> tuple[tuple[Flat, ...], tuple[Flat, ...]]:
-    """``mu`` and ``e`` of the chunks of a group's device, where every axis is manual."""
-    plan, chunks = plan_worker(exchange, jax.tree.leaves(params), jnp.int32(0)), []
+    """``mu`` and ``e`` of the parts of a group's device, where every axis is manual."""
+    plan, parts = plan_worker(exchange, jax.tree.leaves(params), jnp.int32(0)), []
     for bucket in plan.group_buckets:
         zeros = jnp.zeros((bucket.rows_per_chunk, ROW), bucket.dtype)
-        chunks.append(axes.varying(zeros, (*bucket.axes, *exchange.group)))
-    mu, error = exchange.momentum_rule.init(chunks), zero_errors(exchange.code, chunks)
+        parts.append(axes.varying(zeros, (*bucket.axes, *exchange.group)))
+    mu, error = exchange.momentum_rule.init(parts), zero_errors(exchange.codec, parts)
     return flats(mu, plan.group_buckets), flats(error, plan.group_buckets)
 
 
@@ -275,7 +277,7 @@ def init_owner_states(exchange: Exchange, params: optax.Params) -> tuple[Flat, .
 
 
 def flats(values: Sequence[Any], buckets: Sequence[BucketLayout]) -> tuple[Flat, ...]:
-    """Arrays that lie as chunks of buckets do."""
+    """Arrays that lie in rows as buckets do."""
     return tuple([Flat(x, bucket) for x, bucket in zip(values, buckets, strict=True)])
 
 
@@ -290,7 +292,7 @@ def plan_worker(
 ) -> WorkerPlan:
     """The plan of this device's worker; its gradients are ``leaves``, or have their shapes and types.
 
-    ``row_sizes``: of leaves that are chunks of a group's buckets already.
+    ``row_sizes``: of leaves that are parts of a group's buckets already.
     """
     num_workers, devices = axes.workers_on(exchange.axis), axes.workers_on(exchange.group)
     over = [axes.varying_axes(x) for x in leaves]
@@ -298,11 +300,11 @@ def plan_worker(
     if row_sizes is None:
         row_sizes = [None] * len(leaves)
     # Rows of nothing but padding have votes, or an owner's state.
-    code = exchange.code
-    padding_counts = code.midtread or exchange.decision.has_state
+    codec = exchange.codec
+    padding_counts = codec.midtread or exchange.decision.has_state
     if exchange.group:
         device = axes.worker_index(exchange.group)
-        row_sizes = [layout.row_sizes_of_chunk(x, device, padding_counts) for x in group_buckets]
+        row_sizes = [layout.row_sizes_of_part(x, device, padding_counts) for x in group_buckets]
     bucket_plans = []
     for bucket in buckets:
         shard, num_shards = axes.shard_of(bucket.axes, exchange.axis)
@@ -342,32 +344,32 @@ def bucket_leaves(
     if not exchange.group:
         return (), layout.buckets(leaves, num_workers, limit, over)
     group_buckets = layout.buckets(leaves, devices, limit, over)
-    chunks = [jax.ShapeDtypeStruct((x.rows_per_chunk, ROW), x.dtype) for x in group_buckets]
+    parts = [jax.ShapeDtypeStruct((x.rows_per_chunk, ROW), x.dtype) for x in group_buckets]
     limit = None if limit is None else max(limit // devices, 1)
     over = [x.axes for x in group_buckets]
-    return group_buckets, layout.buckets(chunks, num_workers, limit, over)
+    return group_buckets, layout.buckets(parts, num_workers, limit, over)
 
 
 def format_of(exchange: Exchange, bucket: BucketLayout) -> Format:
     """Contents and sizes of the messages and replies of a bucket."""
-    code, num_rows, num_workers = exchange.code, bucket.rows_per_chunk, bucket.num_workers
-    max_code = code.max_code(num_workers)
+    codec, num_rows, num_workers = exchange.codec, bucket.rows_per_chunk, bucket.num_chunks
+    max_code = codec.max_code(num_workers)
     row_words = 0
-    if code.marks_rows:
+    if codec.marks_rows:
         row_words = bits.row_words(num_rows)
-    if code.sends_scales:
+    if codec.sends_scales:
         row_words = num_rows // 2
     planes = max(max_code.bit_length(), 1)
     return Format(
         num_workers=num_workers,
         num_rows=num_rows,
         max_code=max_code,
-        midtread=code.midtread,
-        dense=code.dense,
-        marks_rows=code.marks_rows,
-        sends_scales=code.sends_scales,
-        message=message_size(planes, num_rows * code.words_per_row, row_words),
-        reply=exchange.decision.reply_size(code, num_rows, num_workers),
+        midtread=codec.midtread,
+        dense=codec.dense,
+        marks_rows=codec.marks_rows,
+        sends_scales=codec.sends_scales,
+        message=message_size(planes, num_rows * codec.words_per_row, row_words),
+        reply=exchange.decision.reply_size(codec, num_rows, num_workers),
     )
 
 
@@ -386,12 +388,12 @@ def take_step(
     state: CommunicateState,
     abstain: jax.Array | None,
 ) -> tuple[optax.Updates, CommunicateState]:
-    """Takes a step of a worker: gradients to updates, in a group by the chunks of its devices."""
+    """Takes a step of a worker: gradients to updates, in a group by the parts of its devices."""
     tree: Any
     leaves, tree = jax.tree.flatten(updates)
     grads, group, shared = leaves, exchange.group, plan.group_buckets
     if group:
-        grads = [wires.mean_chunk(layout.join_bucket(leaves, x), group) for x in shared]
+        grads = [wires.mean_part(layout.join_bucket(leaves, x), group) for x in shared]
         layout.check_order([*state.mu, *state.error], [*shared, *shared])
         kept = WorkerState([x.value for x in state.mu], [x.value for x in state.error])
     else:

@@ -28,7 +28,7 @@ from lioncub_jax.exchange.message import (
     Sums,
     reply_size,
 )
-from lioncub_jax.exchange.quantize import Code, Quantizer
+from lioncub_jax.exchange.quantize import Codec, Quantizer
 
 
 class Tally(NamedTuple):
@@ -130,7 +130,7 @@ class Vote(Decision):
       True
     """
 
-    def code_of(self, quantizer: Quantizer) -> Code:
+    def codec_of(self, quantizer: Quantizer) -> Codec:
         """The votes of a quantizer."""
         if quantizer.vote is None:
             raise ValueError(
@@ -147,7 +147,7 @@ class Vote(Decision):
         counted = tally(received, context)
         planes, row_data, signs = self.encode_reply(counted, context)
         pairs: Sequence[jax.Array] = ()
-        if self.counts_pairs(context.code):
+        if self.counts_pairs(context.codec):
             pairs = pairs_of_votes(counted, context)
         stats = BucketStats(number_of_ties(signs, context), pairs, received.present)
         return Reply(planes, row_data, stats), state
@@ -158,19 +158,19 @@ class Vote(Decision):
         """Planes of the reply, data of its rows or None, and the signs of the sums."""
         raise NotImplementedError
 
-    def reply_size(self, code: Code, num_rows: int, num_workers: int) -> Size:
+    def reply_size(self, codec: Codec, num_rows: int, num_workers: int) -> Size:
         """Planes and data of rows of `reply_words`, and the statistics."""
-        planes, row_words = self.reply_words(code.max_code(num_workers), num_rows, num_workers)
+        planes, row_words = self.reply_words(codec.max_code(num_workers), num_rows, num_workers)
         plane_words = num_rows * bits.WORDS_PER_ROW
-        return reply_size(planes, plane_words, row_words, pairs=self.counts_pairs(code))
+        return reply_size(planes, plane_words, row_words, pairs=self.counts_pairs(codec))
 
     def reply_words(self, max_code: int, num_rows: int, num_workers: int) -> tuple[int, int]:
         """Number of planes of a reply about one chunk, and words of its rows' data."""
         raise NotImplementedError
 
-    def counts_pairs(self, code: Code) -> bool:
+    def counts_pairs(self, codec: Codec) -> bool:
         """True for votes of one bit."""
-        return code.marks_rows and code.max_code(1) == 1
+        return codec.marks_rows and codec.max_code(1) == 1
 
     def local_update(self, x: jax.Array) -> jax.Array:
         """The sign: the result of one vote."""
@@ -183,15 +183,15 @@ class Majority(Vote):
 
     name = "majority"
 
-    def code_of(self, quantizer: Quantizer) -> Code:
+    def codec_of(self, quantizer: Quantizer) -> Codec:
         """Votes without a zero."""
-        code = super().code_of(quantizer)
-        if code.midtread:
+        codec = super().codec_of(quantizer)
+        if codec.midtread:
             raise ValueError(
                 f"decision={self.name}: {quantizer.name} has a code for zero, and its ties are zeros: give "
                 "ternary() or average()"
             )
-        return code
+        return codec
 
     def encode_reply(
         self, counted: Tally, context: DecideContext

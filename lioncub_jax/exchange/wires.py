@@ -81,7 +81,7 @@ def collect(wire: Wire, message: Message, fmt: Format, axis: Axes) -> Inbox | Su
 def publish(wire: Wire, reply: Reply, fmt: Format, axis: Axes, group: Axes) -> Reply:
     """Replies of all owners, the same on every worker: planes ``uint32[devices W, words]``.
 
-    In a group, of the chunks of all of its devices; else ``devices`` is 1.
+    In a group, of the parts of all of its devices; else ``devices`` is 1.
     """
     words = wire.gather(pack_reply(reply, fmt), axis)
     words = from_group(words, group) if group else words[None]
@@ -314,8 +314,8 @@ def _gather_in_two(words: jax.Array, axis: Axes, row: int) -> jax.Array:
     return every.swapaxes(0, 1).reshape(workers.size, -1)
 
 
-def mean_chunk(rows: jax.Array, group: Axes) -> jax.Array:
-    """Averages ``float32[rows, 128]`` over the devices of a group and keeps this device's chunk of it.
+def mean_part(rows: jax.Array, group: Axes) -> jax.Array:
+    """Averages ``float32[rows, 128]`` over the devices of a group and keeps this device's part of it.
 
     One reduce-scatter in full precision over the fast links inside a group.
     """
@@ -324,7 +324,7 @@ def mean_chunk(rows: jax.Array, group: Axes) -> jax.Array:
 
 
 def from_group(replies: jax.Array, group: Axes) -> jax.Array:
-    """``uint32[...]`` of each device's chunk to ``uint32[group, ...]``, the same on the whole group."""
+    """``uint32[...]`` of each device's part to ``uint32[group, ...]``, the same on the whole group."""
     return lax.all_gather(replies, group, to="invarying")
 
 
