@@ -1,6 +1,6 @@
 """Optimizers whose workers exchange a few bits per parameter, with the arguments of optax.
 
-Every method is one sentence about `communicate`:
+Every method but the baseline in the last line is one call of `communicate`:
 
 | optimizer | worker sends | owner | travels back |
 |---|---|---|---|

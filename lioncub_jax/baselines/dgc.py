@@ -88,7 +88,7 @@ def dgc(
     there ``u = v = 0``; ``p -= lr (sum of all that was sent / workers that took part + wd p)``. Of
     equal magnitudes the lower index goes first.
 
-    A worker with a gradient that is not finite anywhere, or asked to by ``abstain``, abstains from the
+    A worker with a NaN or infinity in any gradient, or asked to by ``abstain``, abstains from the
     step: what it sends counts for nothing, and its state stays as it is. A single worker sends nothing, so
     nothing is left out either: its update is that of plain momentum SGD, and the residual that several
     workers left comes with the first.

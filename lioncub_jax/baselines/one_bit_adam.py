@@ -91,7 +91,7 @@ def one_bit_adam(
     adds its own error, and sends signs and scales back: the new m, the same for all. Errors of codes
     are kept on both sides and added to later ones.
 
-    A worker with a gradient that is not finite anywhere, or asked to by ``abstain``, abstains, in both
+    A worker with a NaN or infinity in any gradient, or asked to by ``abstain``, abstains, in both
     stages: the others average without it, and its error stays. If no worker takes part, m, v and the
     errors stay, and the update is only the decay. A single worker sends nothing and codes nothing: its v
     freezes all the same, and its m is exact.

@@ -94,7 +94,7 @@ def powersgd(
     than one of 4 in float32.
     Leaves that are not compressed travel in codes too, and have errors then.
 
-    A worker with a gradient that is not finite anywhere, or asked to by ``abstain``, abstains from the
+    A worker with a NaN or infinity in any gradient, or asked to by ``abstain``, abstains from the
     step: it counts for nothing in the means, and its error stays as it is. If no worker takes
     part, the transform sees zeros: momentum goes on, weights decay. A single worker sends nothing and
     compresses nothing: the transform sees its gradient, or zeros if that is not finite.

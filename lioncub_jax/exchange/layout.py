@@ -7,12 +7,12 @@
 | leaves | the rows of a whole bucket | `join_bucket`, `split_bucket` |
 | a leaf's elements in the order of its rows | in its shape | `to_shape` |
 
-Leaves are cut into rows of 128 elements, the last one padded, and the rows of all leaves are one *bucket*,
-so that a step costs two collectives however many leaves there are. On a TPU a leaf of whole tiles of 8 x
-128 elements has its rows in the order of the tiles, as it lies in memory there. A large leaf takes whole
-blocks and is packed alone; all small ones are joined in one array and packed together. Leaves that
-vary over different mesh axes may not share an array. So leaves of one set of mesh axes share a bucket.
-``bucket_size`` splits it further, and then a worker abstains from each bucket separately.
+Leaves are cut into rows of 128 elements, the last one padded. The rows of many leaves are one *bucket*,
+so that a step costs two collectives for each bucket, however many leaves there are. On a TPU a leaf of
+whole tiles of 8 x 128 elements has its rows in the order of the tiles, as it lies in memory there. A large
+leaf takes whole blocks and is packed alone; all small ones are joined in one array and packed together.
+Leaves that vary over different mesh axes may not share an array, so there is a bucket for each set of mesh
+axes. ``bucket_size`` splits buckets further, and then a worker abstains from each bucket separately.
 """
 
 import dataclasses

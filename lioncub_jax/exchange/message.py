@@ -28,8 +28,8 @@ class Message(NamedTuple):
 
     Attributes:
       planes: ``uint32[words]`` each, plane k with bit k of every code; of dense values their own bits.
-      voted: ``uint32[blocks]``, one bit for each row on which the worker votes; None for codes with a zero
-        and for codes that are decoded.
+      voted: ``uint32[blocks]``, one bit for each row on which the worker votes; None for codes with a
+        zero. Of codes that are decoded it does not travel.
       scales: ``bfloat16[rows]``, the scale of each row, or None where it stays at the worker.
       participates: ``bool[]``: all values are finite; of a bucket: the worker participates.
     """
@@ -76,8 +76,8 @@ class BucketStats(NamedTuple):
     """Statistics of the votes on a bucket, chunk by chunk.
 
     Attributes:
-      ties: ``uint32[chunks]``, elements with votes that cancel, in rows that move; 0 where none are
-        counted.
+      ties: ``uint32[chunks]``, elements with votes that cancel, in rows that move; or ``uint32[]``, 0,
+        where none are counted.
       pairs: ``float32[chunks]`` each, pairs of votes that differ, and all pairs; () but for votes of one
         bit.
       present: ``uint32[]``, how many workers participate.

@@ -195,8 +195,9 @@ def sign() -> Quantizer:
 def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     """``p`` bits: ``2**p`` evenly spaced levels, none of them zero.
 
-    ``q = floor(x / scale) + 2**(p-1)``, clipped to ``0..2**p - 1``; its value is
-    ``(2q - (2**p - 1)) scale / 2``; ``scale = GAUSSIAN_STEP[p] mean|x|`` of the row, best for a Gaussian.
+    ``q = 2**(p-1) + floor(x / scale)`` of a positive x, at most ``2**p - 1``; -x has the mirrored code,
+    ``2**p - 1 - q``. The value of a code is ``(2q - (2**p - 1)) scale / 2``, with ``scale =
+    GAUSSIAN_STEP[p] mean|x|`` of the row, best for a Gaussian.
 
     Args:
       p: bits per element, 1 to 8.
@@ -248,9 +249,9 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
 def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
     """Lion Cub's ``p``-bit codes, scaled so that their sum over the workers fits in ``p`` bits.
 
-    ``q = clip(round(x / mean|x| * s / 2), -s, s)`` with ``s = floor((2**(p-1) - 1) / W)``; the
-    mean is the leaf's own and never travels. Twice the mean is the largest code. Precision shrinks as one
-    over the workers.
+    Signed codes ``q - s = clip(round(x / mean|x| * s / 2), -s, s)`` with ``s = floor((2**(p-1) -
+    1) / W)``; the mean is the leaf's own and never travels. Twice the mean is the largest code. Precision
+    shrinks as one over the workers.
 
     Args:
       p: bits of the sum, 2 to 8.
@@ -328,9 +329,9 @@ def ternary(*, rounding: Rounding | None = None) -> Quantizer:
 def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     """QSGD's ``p``-bit codes: a sign and ``s = 2**(p-1) - 1`` levels of the largest of each row.
 
-    ``q = clip(round(x / scale), -s, s)`` with ``scale = max|x| / s``, rounded up to bfloat16, travels. So
-    no value is clipped, and with ``stochastic`` rounding codes are right on average. Scales below 2**-126
-    are 0.
+    Signed codes ``q - s = clip(round(x / scale), -s, s)``. The scale travels: ``max|x| / s``, rounded up to
+    bfloat16. So no value is clipped, and with ``stochastic`` rounding codes are right on average. Scales
+    below 2**-126 are 0.
 
     Args:
       p: bits per element, 2 to 8.

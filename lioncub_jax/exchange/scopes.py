@@ -1,6 +1,6 @@
 """Named scopes by which a compiled program says what it sends; `audit.watch` reads them in its text.
 
-They change no instruction. A name is written by one function and read by one pattern, next to each other.
+They change no instruction.
 """
 
 import contextlib

@@ -1,7 +1,9 @@
-"""The step of a single worker: no codes, nothing to other workers.
+"""The step of a single worker: no codes, and nothing to other workers.
 
-Leaves keep their shapes and dtypes, so that ``u = sign(c)`` is ``optax.lion`` to the bit. The same step in
-rows, with a collective of one worker, is not for bfloat16 leaves, and moves twice the bytes.
+Its devices still communicate: they agree on abstention, and a group gathers its updates. For votes leaves
+keep their shapes and dtypes, so that ``u = sign(c)`` is ``optax.lion`` to the bit. The step in rows, with
+collectives of one worker, is not bit-equal to ``optax.lion`` for bfloat16 leaves, and moves twice the
+bytes. At an owner the leaves go through rows in float32.
 """
 
 from collections.abc import Sequence

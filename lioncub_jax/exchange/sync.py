@@ -1,8 +1,8 @@
 """Selective momentum sync: the momenta of all workers become their mean at times, exactly or in codes.
 
 A `Schedule` has the steps. In full precision all momenta become their mean, in one all-reduce, and their
-drift before it is kept. In codes (``coded(...)``) they come near it for a 28th of the bytes: such a sync is
-a `step` whose gradient is the momentum.
+drift before it is kept. In codes (``coded(...)``, of one bit for a 28th of the bytes) they come near it:
+such a sync is a `step` whose gradient is the momentum.
 """
 
 import math
@@ -112,7 +112,7 @@ def thinning(k: int) -> Schedule:
 
 
 def coded(schedule: Schedule | None = None, bits: int = 1) -> Schedule:
-    """Syncs in codes, often, each for a 28th of the bytes of full precision.
+    """Syncs in codes, often: of one bit, each for a 28th of the bytes of full precision.
 
     Every worker sends ``Q(mu_i)``, codes with a scale for each row of 128; the owner of a chunk adds to
     the mean of what it decodes the error ``e`` that it kept from the last sync, and replies with ``u``,
@@ -193,7 +193,7 @@ def sync_momentum(
     named ``mu``, as optax's and this library's transforms do. All leaves travel together, and at other
     steps nothing does. A single worker has nothing to average, and adds the errors of earlier replies.
 
-    In codes, a worker whose momentum is not finite anywhere abstains: it sends nothing, the others count
+    In codes, a worker with a NaN or infinity in any momentum abstains: it sends nothing, the others count
     without it, and its momentum stays. If all do, nothing changes. Momentum that is exactly zero
     everywhere gets values if others of its row of 128 are not zero.
 

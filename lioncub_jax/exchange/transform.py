@@ -1,8 +1,8 @@
 """The transform `communicate`: its state, ``init`` and ``update`` around a step of each worker.
 
 ``init`` makes ``mu`` and ``e`` of the leaves, or of a device's part of them in a group, and ``s`` of
-owned chunks.
-``update`` runs `step.step` where every mesh axis is manual, then adds up statistics over the devices.
+owned chunks. ``update`` runs `step.step` where every mesh axis is manual, then adds up statistics over the
+devices.
 """
 
 import math
@@ -37,8 +37,8 @@ class VoteCounts(NamedTuple):
     Attributes:
       ties: ``float32[]``, parameters with votes that cancelled in the last step.
       parameters: ``float32[]``, parameters that were voted on.
-      abstained: ``int32[]``, workers that abstained from the last step, of buckets with votes of their own
-        from the one with the fewest.
+      abstained: ``int32[]``, workers that abstained from the last step; with ``bucket_size`` from the
+        bucket from which most abstained.
       abstentions: ``int32[]``, their sum over all steps.
       unlike: ``float32[]``, of ``pairs`` those with different votes; ``()`` but for votes of one bit.
       pairs: ``float32[]``, pairs of two workers' votes on one parameter in the last step; likewise.
@@ -96,13 +96,13 @@ def communicate(
     ``c_i = momentum.interpolate(g_i, mu_i)``, ``u = decide(Q(c_1 + e_1), ..., Q(c_W + e_W))``, ``mu_i =
     momentum.update(g_i, mu_i)``; see `step` for the whole step. The learning rate and weight decay stand
     behind it in a chain, as behind ``optax.scale_by_lion``. The first exchange that is traced adds two
-    listeners to ``jax.monitoring``, by which each program that votes is read once XLA has compiled it;
-    ``audit.mode`` turns that off.
+    listeners to ``jax.monitoring``. By them each program that votes is read once XLA has compiled it;
+    ``audit.mode("allow")`` makes them read nothing.
 
-    A worker with a value that is not finite anywhere, or asked to by ``abstain``, abstains: it
-    casts no vote, and its momentum and error stay as they are (with ``bucket_size``: on that bucket). A
-    row of 128 elements that are all exactly zero is not voted on by that worker; a row on which no worker
-    votes gets update 0. A single worker sends nothing, so nothing is quantized either.
+    A worker with a NaN or infinity in any leaf, or asked to by ``abstain``, abstains: it casts no vote, and
+    its momentum and error stay as they are (with ``bucket_size``, and several workers: in buckets with such
+    a value). A row of 128 elements that are all exactly zero is not voted on by that worker; a row on which
+    no worker votes gets update 0. A single worker sends nothing, so nothing is quantized either.
 
     Args:
       workers: a `Workers`; the name of a mesh axis, bound by ``jax.shard_map`` or ``jax.pmap``,
@@ -116,8 +116,9 @@ def communicate(
         codes with a zero), ``average()`` or ``at_owner(tx)``.
       wire: ``two_phase()`` (default), ``gathered()``, ``counts()`` or ``all_reduce()``.
       bucket_size: elements after which a new bucket begins; None for no limit. Each bucket travels as
-        soon as its gradients are there, and a worker abstains from each separately: with a value that is
-        not finite in one it still votes on the others. See docs/reports/accelerators.md for when it pays.
+        soon as its gradients are there, and a worker among several abstains from each separately: with a
+        value that is not finite in one it still votes on the others. docs/reports/accelerators.md tells
+        when it pays.
 
     Returns:
       A transform. ``update(updates, state, params, abstain=None)`` takes gradients that vary over

@@ -1,8 +1,8 @@
 """Decisions on votes, which are counted on packed words.
 
 Codes ``q_i`` in ``0..max_code`` stand for signed votes ``v_i = 2 q_i - max_code``, so ``sum_i v_i > 0`` is
-``sum_i q_i > n max_code / 2``. Ties are broken by ``bits.tie_bits``: fair, and the same on every worker. A
-row of 128 elements on which no worker votes gets update 0.
+``sum_i q_i > n max_code / 2``. `majority` breaks ties by ``bits.tie_bits``: fair, and the same on every
+worker. A row of 128 elements on which no worker votes gets update 0.
 """
 
 import operator

@@ -92,7 +92,7 @@ def tracked(axis: Axes) -> bool:
 
 
 def varying(tree: Any, axis: Axes) -> Any:
-    """Gives every leaf the type of a value that varies over ``axis``, where it has not got it."""
+    """Gives every leaf the type of a value that varies over ``axis``."""
     leaves, structure = jax.tree.flatten(tree)
     for i, x in enumerate(leaves):
         if missing := tuple(sorted(set(axis) - varying_axes(x))):
@@ -107,7 +107,7 @@ def same_everywhere(x: jax.Array, axis: Axes) -> jax.Array:
 
 
 def shared(leaves: Sequence[jax.Array], axis: Axes) -> int | None:
-    """Index of the first leaf that is, by its type, the same on all workers or on some; or None."""
+    """Index of the first leaf whose type does not vary over all of ``axis``; or None."""
     for i, x in enumerate(leaves) if tracked(axis) else ():
         if not varying_axes(x).issuperset(axis):
             return i
@@ -115,9 +115,9 @@ def shared(leaves: Sequence[jax.Array], axis: Axes) -> int | None:
 
 
 def shard(x: jax.Array, axis: Axes) -> tuple[Any, int]:
-    """Index of this shard among a worker's of an array, ``uint32[]``, and their number, by its type.
+    """Index of this device's shard of an array of one worker, ``uint32[]``, and the number of shards.
 
-    0 of 1 for an array in one piece.
+    The array's type tells both; they are 0 and 1 for a whole array.
     """
     return shard_of(varying_axes(x), axis)
 

@@ -1,7 +1,7 @@
-"""Checksums of arrays, the same however they lie; and whether what is labelled one value is one.
+"""Checksums of arrays, the same for any sharding; and a check that copies of an array are equal.
 
-Each device sums up what it holds, so copies of an array are summed up one by one. They are compared on
-the way, to the bit: a label may lie, as where ``check_vma=False`` lets out as one what differs.
+Each device sums up its own shard or copy. Copies are compared to the bit, since a sharding may call copies
+one value that differ: ``shard_map(check_vma=False)`` lets them out so.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Several processes: messages between them, and arrays of each host on a mesh of all.
 
-Every process makes each call, or the others wait. Of random keys the words lie on devices, are summed up
-and are kept.
+Every process must make each call, or the others wait. Random keys are placed, compared and kept as the
+words that they consist of.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def _watch(of: "weakref.ref[Waits]") -> None:
 
 @contextlib.contextmanager
 def _says_that_it_waits(seconds: float) -> Iterator[None]:
-    """Unless what is done in it takes less."""
+    """A context that says on standard error, after so many seconds, that this process waits."""
 
     def say_so() -> None:
         print(
@@ -96,10 +96,10 @@ def _says_that_it_waits(seconds: float) -> Iterator[None]:
 def end_on_error() -> Iterator[None]:
     """A context in which an error ends this process at once, so that other processes do not wait for it.
 
-    A process that leaves by an error waits in ``Checkpoints`` for a save of all, and then in JAX for the
-    others, for minutes: they wait for it in a collective. In this context, the innermost, it says the error
-    and is gone, and the others learn it from their connections. So those say it that have lost another
-    process, and end too. In one process an error is raised as always.
+    Without it, a process that leaves by an error waits for the others for minutes: in ``Checkpoints`` for a
+    save of all, then in JAX. They wait for it in a collective. This context is the innermost. It prints the
+    error and ends the process. The others see that their connections are lost, print that, and end too. In
+    one process an error is raised as always.
 
     Example:
       >>> import lioncub_jax as lc
@@ -113,8 +113,10 @@ def end_on_error() -> Iterator[None]:
     except Exception as error:
         if jax.process_count() == 1:
             raise
-        lost = "it has lost another, or " * isinstance(error, jax.errors.JaxRuntimeError)
-        who = f"process {jax.process_index()} ends: {lost}it failed"
+        why = "it failed"
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            why = "it has lost another, or it failed"
+        who = f"process {jax.process_index()} ends: {why}"
         print(f"{who}. Start all again. {type(error).__name__}: {error}", file=sys.stderr)
         traceback.print_exc()
         sys.stdout.flush()
@@ -141,7 +143,7 @@ def any_process(flag: bool) -> bool:
 
 
 def together(sentence: str, act: Callable[[], Result]) -> Result:
-    """Acts in every process; where one fails all raise: it its own error, the others a sentence."""
+    """Calls ``act`` in every process. If one fails it raises its own error, the others ``sentence``."""
     try:
         result = act()
     except Exception:
@@ -252,8 +254,9 @@ def check_same_step(lowered: jax.stages.Lowered, **arguments: Any) -> None:
     two models. Steps of ``make_train_step`` compare themselves in their first call. A training loop of your
     own calls this in every process, once, in front of the first step; all of them raise or none. Checksums
     travel: of versions, of the types of the arguments, of the values of replicated scalars among
-    them, such as injected rates, and of the program without names and places in files. Host callbacks
-    are part of a program: give all processes the same.
+    them, such as injected rates, and of the program without names and places in files. Where one differs,
+    up to 200 characters of the first line that does travel too, for the error. Host callbacks are part of a
+    program: give all processes the same.
 
     Args:
       lowered: ``jax.jit(step).lower(...)``.
