@@ -362,8 +362,8 @@ def _with_numbers(
     def update(numbers: Any, *given: Any) -> Any:
         return make(*numbers).update(*given)
 
-    leaves = jax.tree_util.Partial
-    return optax.GradientTransformation(leaves(init, numbers), leaves(update, numbers))
+    pytree = jax.tree_util.Partial  # with the numbers as leaves
+    return optax.GradientTransformation(pytree(init, numbers), pytree(update, numbers))
 
 
 def _synced(
@@ -377,6 +377,7 @@ def _synced(
         raise ValueError("sync_where is given without sync: give a schedule, such as every(100)")
     if sync is None:
         return vote
+    # One device has nothing to sync. Its sync is built all the same, because that checks the arguments.
     synced = sync_momentum(vote, sync, checks.as_mask("sync_where", where), workers=workers)
     return vote if workers is None else synced
 

@@ -59,6 +59,11 @@ MUTANTS = r"""
 - [stats] * num_buckets
 + [stats]
 
+# baselines/terngrad.py: liars
+= a worker that says that it abstains has a vote in a sum
+- divides_by_present = True
++ divides_by_present = False
+
 # baselines/terngrad.py: contract
 = a single worker has the signs of its gradients
 -         return x
@@ -185,8 +190,8 @@ MUTANTS = r"""
 
 # exchange/votes.py: liars
 = a worker that says that it abstains has a vote in an average
-- plane | ~mask if zero >> k & 1 else plane & mask
-+ plane
+- sent = zero_unless(participates, received.planes, fmt)
++ sent = received.planes
 
 # exchange/message.py: liars
 = who takes part is added up as it comes
@@ -429,7 +434,7 @@ MUTANTS = r"""
 
 # mesh/hosts.py: processes
 = processes that take the same rows may give different ones
-- each[other][1] != each[process][1]
+- each[other].sums != sums
 + False
 
 # mesh/hosts.py: processes

@@ -17,7 +17,7 @@ WORDS = np.random.default_rng(0).integers(0, 2**32, (8, 12_877), np.uint32)  # s
 @pytest.fixture(params=[1, 2, 4])
 def row(request, monkeypatch):
     """Workers of a row; 1 is one all-gather."""
-    monkeypatch.setattr(wires, "_row", lambda words, workers: request.param)
+    monkeypatch.setattr(wires, "_grid_row", lambda words, workers: request.param)
     return request.param
 
 
@@ -74,4 +74,4 @@ def test_in_two_only_where_a_tpu_would_reduce(kind, workers, parts, words, row):
     device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform) if kind else None
     mesh = AbstractMesh((workers, parts), ("data", "tp"), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        assert wires._row(words, workers) == row
+        assert wires._grid_row(words, workers) == row

@@ -107,6 +107,20 @@ def test_whatever_a_worker_sends_it_has_one_vote(monkeypatch, codes, decision, w
         assert_sane(metrics, absent=int(name == "nobody"))
 
 
+def middle(form):
+    return form.max_code // 2
+
+
+@pytest.mark.parametrize("decision", [D.average(), Total()])
+def test_who_says_that_it_abstains_has_no_vote(monkeypatch, decision):
+    """Its codes would be in the sum, and not in the number by which the sum is divided."""
+    lies = {"silent": says(middle, presence=0), "loud": says(largest, presence=0)}
+    parts = {"quantizer": Q.ternary(), "decision": decision}
+    found = told(monkeypatch, parts, "pack_message", lies)
+    assert_same(found["loud"], found["silent"])
+    assert_sane(found["loud"][2], absent=1)
+
+
 VALUES = {  # lies that must be the same
     "honest": [says(), says(presence=ALL)],
     "zero": [says(rows=0), says(rows=NAN), says(rows=INFINITE), says(rows=BELOW)],

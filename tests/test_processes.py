@@ -622,7 +622,7 @@ def test_processes_with_other_numbers_of_devices_are_named(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: devices)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match=r"processes have \[1, 2\] devices"):
-        processes.gathered(1)
+        processes.gathered_arrays(1)
 
 
 def test_one_process_reads_what_two_saved(pair):

@@ -27,9 +27,11 @@ class Total(Vote):
     """``u = sum_i v_i / 2``, in whole numbers of codes: the planes of the sum.
 
     For codes with a zero: workers that abstain add nothing, and the number of votes need not travel.
+    `terngrad` divides by it.
     """
 
     name = "total"
+    divides_by_present = True
 
     def codec_of(self, quantizer: Quantizer) -> Codec:
         """Votes with a zero."""

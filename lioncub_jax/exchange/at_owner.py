@@ -21,6 +21,7 @@ from lioncub_jax.exchange.message import (
     Size,
     Sums,
     reply_size,
+    unpack_scales,
 )
 from lioncub_jax.exchange.quantize import Codec, Quantizer
 from lioncub_jax.exchange.votes import (
@@ -325,8 +326,7 @@ def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
 
     def decode(planes: Planes, row_data: jax.Array | None, num_rows: int) -> jax.Array:
         assert row_data is not None
-        half = row_data.view(jnp.bfloat16).reshape(-1, num_rows).astype(jnp.float32)
-        half = jnp.where((half >= 0) & (half <= largest), half, 0)  # whatever an owner sends
+        half = unpack_scales(row_data, largest).reshape(-1, num_rows)  # whatever an owner sends
         return quantize.dequantized(bits.unpack(planes, num_rows), max_code, half)
 
     def size(num_rows: int) -> Size:

@@ -45,9 +45,19 @@ _STRIPES = BLOCK // _APART
 _EVERY_FOURTH = 0x11111111
 
 
+def divide_up(n: int, by: int) -> int:
+    """``n / by``, rounded up."""
+    return -(-n // by)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The next multiple that is no smaller."""
+    return divide_up(n, multiple) * multiple
+
+
 def row_words(rows: int) -> int:
     """Words that hold one bit of each row."""
-    return -(-rows // BLOCK)
+    return divide_up(rows, BLOCK)
 
 
 # --- Bits of elements
@@ -87,10 +97,10 @@ def pack(codes: jax.Array, p: int = 1, zero_signs: jax.Array | None = None) -> l
     return [_joined(each, lead) for each in zip(*parts, strict=True)]
 
 
-def counted(size: int, at: int, ndim: int, by: int = 1) -> jax.Array:
-    """Multiples ``uint32`` from 0 along dimension ``at``, a negative one, of as many as operands have.
+def iota_along(size: int, at: int, ndim: int, by: int = 1) -> jax.Array:
+    """``0, by, 2 by, ...`` along dimension ``at``, a negative one, as ``uint32`` of rank ``ndim``.
 
-    So no rank is promoted, which JAX can be set to refuse.
+    JAX can be set to refuse operands of unlike ranks.
     """
     others = [d for d in range(ndim) if d != ndim + at]
     return lax.expand_dims(by * jnp.arange(size, dtype=jnp.uint32), others)
@@ -107,8 +117,8 @@ def _pack_blocks(codes: jax.Array, p: int, zero_signs: jax.Array | None) -> list
     """``[..., 32, lanes]`` to ``uint32[..., lanes]`` for each plane."""
     lead, lanes = codes.shape[:-2], codes.shape[-1]
     striped = codes.astype(jnp.uint32).reshape(*lead, _STRIPES, _APART, lanes)
-    at = counted(_STRIPES, -3, striped.ndim, _APART)
-    row = counted(_APART, -2, striped.ndim - 1)
+    at = iota_along(_STRIPES, -3, striped.ndim, _APART)
+    row = iota_along(_APART, -2, striped.ndim - 1)
     stripes, nibbles = [], striped
     for k in range(p):
         if k % _APART == 0:
@@ -193,7 +203,7 @@ def unpack_stored(planes: Sequence[jax.Array], rows: int) -> jax.Array:
 def _bits(words: jax.Array, rows: int) -> jax.Array:
     lead, parts = words.shape[:-1], []
     for x in _in_blocks(words, rows):
-        rows_of = (x[..., None, :] >> counted(BLOCK, -2, x.ndim + 1)) & 1
+        rows_of = (x[..., None, :] >> iota_along(BLOCK, -2, x.ndim + 1)) & 1
         if x.shape[-1] < ROW:
             halves = rows_of.reshape(*lead, 2, HALF_BLOCK, ROW // 2)
             rows_of = jnp.moveaxis(halves, -3, -2)
@@ -216,7 +226,7 @@ def pack_rows(bits: jax.Array) -> jax.Array:
     short = -bits.shape[-1] % BLOCK
     bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, short)])
     rows = bits.reshape(*bits.shape[:-1], -1, BLOCK).astype(jnp.uint32)
-    return jnp.sum(rows << counted(BLOCK, -1, rows.ndim), -1, dtype=jnp.uint32)
+    return jnp.sum(rows << iota_along(BLOCK, -1, rows.ndim), -1, dtype=jnp.uint32)
 
 
 def unpack_rows(words: jax.Array, rows: int) -> jax.Array:
@@ -228,7 +238,7 @@ def unpack_rows(words: jax.Array, rows: int) -> jax.Array:
       >>> bits.unpack_rows(jnp.array([5], jnp.uint32), 3).tolist()
       [1, 0, 1]
     """
-    bits = (words[..., None] >> counted(BLOCK, -1, words.ndim + 1)) & 1
+    bits = (words[..., None] >> iota_along(BLOCK, -1, words.ndim + 1)) & 1
     return bits.reshape(*words.shape[:-1], -1)[..., :rows]
 
 
@@ -362,7 +372,7 @@ def add_numbers(numbers: jax.Array, most: int) -> jax.Array:
     ``2**32`` are rounded a few times, not once for each number.
     """
     count = numbers.shape[-1]
-    parts = -(-count // max((2**32 - 1) // most, 1))
+    parts = divide_up(count, max((2**32 - 1) // most, 1))
     padded = jnp.pad(numbers, [(0, 0)] * (numbers.ndim - 1) + [(0, -count % parts)])
     exact = jnp.sum(padded.reshape(*numbers.shape[:-1], parts, -1), -1, dtype=jnp.uint32)
     return jnp.sum(exact.astype(jnp.float32), -1)

@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 
 from lioncub_jax.exchange import xla
-from lioncub_jax.exchange.bits import BLOCK, HALF_BLOCK, ROW
+from lioncub_jax.exchange.bits import BLOCK, HALF_BLOCK, ROW, divide_up, round_up
 from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.mesh import kernels
 from lioncub_jax.mesh.kernels import SUBLANES
@@ -206,16 +206,16 @@ def _place(leaves: Sequence[jax.Array], members: list[int], num_chunks: int) -> 
     for index in sorted(members, key=is_small):
         shape = tuple(leaves[index].shape)
         size = math.prod(shape)
-        rows = _round_up(-(-size // ROW), 1 if is_small(index) else BLOCK)
+        rows = round_up(divide_up(size, ROW), 1 if is_small(index) else BLOCK)
         tiles = kernels.for_tpu() and made_of_tiles(shape)
         segments.append(Segment(index, shape, size, first_row=first, rows=rows, tiles=tiles))
         first += rows
     pieces = [Piece((s,), s.first_row, s.rows, (0,)) for s in segments if s.rows > SMALL]
     large, small = bool(pieces), segments[len(pieces) :]
-    chunk = _round_up(-(-first // num_chunks), BLOCK if large else HALF_BLOCK)
+    chunk = round_up(divide_up(first, num_chunks), BLOCK if large else HALF_BLOCK)
     if small:
         begin = small[0].first_row
-        rows = _round_up(first - begin, BLOCK) if large else num_chunks * chunk
+        rows = round_up(first - begin, BLOCK) if large else num_chunks * chunk
         starts = tuple(s.first_row - begin for s in small)
         pieces.append(Piece(tuple(small), begin, rows, starts))
     dtype = common_dtype(*{leaves[index].dtype for index in members})
@@ -227,10 +227,6 @@ def _place(leaves: Sequence[jax.Array], members: list[int], num_chunks: int) -> 
         num_chunks=num_chunks,
         dtype=dtype,
     )
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 def pieces(bucket: BucketLayout, num_steps: jax.Array) -> list[Piece]:

@@ -21,6 +21,7 @@ from lioncub_jax.exchange import bits, layout
 from lioncub_jax.exchange.bits import ROW
 
 CACHE_LINE, VECTOR = 32, 128  # words
+LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
 
 
 class Message(NamedTuple):
@@ -143,7 +144,7 @@ def padded_size(words: int, multiple: int) -> int:
     A CPU unpacks messages that do not begin at a cache line five times slower. XLA for TPU replaces an
     all-gather of a size that is no multiple of 128 by an all-reduce of twice the bytes.
     """
-    return words + -words % multiple if words >= 100 * VECTOR else words
+    return bits.round_up(words, multiple) if words >= 100 * VECTOR else words
 
 
 class Format(NamedTuple):
@@ -191,14 +192,20 @@ def join(pieces: Sequence[Message], fmt: Format, participates: jax.Array) -> Mes
     if fmt.sends_scales:
         scales = _padded([x.scales for x in pieces], fmt, fmt.num_rows)
     if fmt.midtread:
-        for k, plane in enumerate(planes):
-            zero = jnp.uint32(0xFFFFFFFF * (fmt.max_code // 2 >> k & 1))
-            planes[k] = jnp.where(participates, plane, zero)
+        planes = zero_unless(participates, planes, fmt)
     if voted is not None:
         voted = jnp.where(participates, voted, 0)
     if scales is not None:
         scales = jnp.where(participates, scales, 0)
     return Message(planes, voted, scales, participates)
+
+
+def zero_unless(
+    participates: jax.Array, planes: Sequence[jax.Array], fmt: Format
+) -> list[jax.Array]:
+    """Planes ``uint32[...]`` of codes with a zero, with codes for zero where ``participates`` is False."""
+    zeros = bits.constant(fmt.max_code // 2, len(planes), planes[0])
+    return [jnp.where(participates, x, zero) for x, zero in zip(planes, zeros, strict=True)]
 
 
 def _padded(parts: Sequence[Any], fmt: Format, words: int) -> jax.Array:
@@ -228,10 +235,15 @@ def unpack_message(words: jax.Array, fmt: Format) -> Inbox:
         voted = row_data
         planes = voted_planes(planes, voted, fmt)
     if fmt.sends_scales:
-        scales = row_data.view(jnp.bfloat16).astype(jnp.float32)
-        scales = jnp.where((scales > 0) & (scales < jnp.inf), scales, 0)
+        scales = unpack_scales(row_data)
     present = jnp.sum(participates, dtype=jnp.uint32)
     return Inbox(planes, voted, scales, participates, present)
+
+
+def unpack_scales(row_data: jax.Array, largest: float = LARGEST_BFLOAT16) -> jax.Array:
+    """``float32[..., rows]`` of bfloat16 in words; 0 for what is no positive number up to ``largest``."""
+    scales = row_data.view(jnp.bfloat16).astype(jnp.float32)
+    return jnp.where((scales > 0) & (scales <= largest), scales, 0)
 
 
 def voted_planes(planes: Sequence[jax.Array], voted: jax.Array, fmt: Format) -> list[jax.Array]:

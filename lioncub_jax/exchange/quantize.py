@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from lioncub_jax.exchange import bits, rotation, xla
 from lioncub_jax.exchange.arguments import check_floating, check_number
 from lioncub_jax.exchange.bits import ROW
-from lioncub_jax.exchange.message import Message
+from lioncub_jax.exchange.message import LARGEST_BFLOAT16, Message
 
 __all__ = [
     "Codec",
@@ -60,7 +60,6 @@ GAUSSIAN_STEP = {
 }
 
 LEAST = 2.0**-126  # CPUs take smaller numbers for 0
-LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
 
 
 class EncodeContext(NamedTuple):

@@ -15,8 +15,21 @@ import optax
 from lioncub_jax.exchange import layout, quantize, wires
 from lioncub_jax.exchange.message import BucketStats
 from lioncub_jax.exchange.pieces import WorkerPlan, WorkerState, plus_error
-from lioncub_jax.exchange.step import Exchange, StepResult
+from lioncub_jax.exchange.step import Exchange, StepResult, step
 from lioncub_jax.mesh import axes
+
+
+def run_step(
+    exchange: Exchange,
+    plan: WorkerPlan,
+    grads: Sequence[jax.Array],
+    state: WorkerState,
+    owner_states: Sequence[optax.OptState],
+    abstain: jax.Array | None,
+) -> StepResult:
+    """Takes a step of this worker: `step.step`, or `single_worker_step` if it is the only one."""
+    run = single_worker_step if plan.num_workers == 1 else step
+    return run(exchange, plan, grads, state, owner_states, abstain)
 
 
 def single_worker_step(

@@ -47,7 +47,7 @@ A worker may be sharded over inner mesh axes: each device takes this step with i
 `encode` and `participation` also communicate inside the worker. A worker may be a group of devices. Each
 device has the group's mean gradient of one *part* of the parameters, by a reduce-scatter. This part is its
 leaves here, and `publish` gathers the replies of the whole group. A worker alone sends nothing to other
-workers: it takes `single.single_worker_step` instead.
+workers: `single.run_step` gives it a step of its own.
 """
 
 from collections.abc import Sequence

@@ -15,15 +15,16 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax.exchange import bits, checks, decide, layout, momentum, quantize, wires
+from lioncub_jax.exchange import checks, decide, layout, momentum, quantize, wires
 from lioncub_jax.exchange.arguments import check_count
+from lioncub_jax.exchange.bits import add_count
 from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.exchange.layout import Flat
 from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.exchange.pieces import WorkerState
 from lioncub_jax.exchange.quantize import Codec
-from lioncub_jax.exchange.single import single_worker_step
-from lioncub_jax.exchange.step import Exchange, step
+from lioncub_jax.exchange.single import run_step
+from lioncub_jax.exchange.step import Exchange
 from lioncub_jax.exchange.transform import init_owner_states, plan_worker
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
@@ -262,7 +263,7 @@ def sync_momentum(
             mu, owner = placement.on_shards(_coded_mean_if, args, (mu, owner))
         inner_state = optax.tree.set(inner_state, _of_a_worker, mu=mu)
         return updates, SyncState(
-            inner_state, count, bits.add_count(state.syncs, due.astype(jnp.int32)), drift, owner
+            inner_state, count, add_count(state.syncs, due.astype(jnp.int32)), drift, owner
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -335,9 +336,8 @@ def _coded_mean_if(
     ) -> tuple[list[jax.Array], tuple[Flat, ...]]:
         picked = jax.tree.leaves(_picked(jax.tree.unflatten(tree, old), mask))
         no_error = [None] * len(old)
-        run = single_worker_step if plan.num_workers == 1 else step
         owned = [x.value for x in owner]
-        result = run(exchange, plan, picked, WorkerState(picked, no_error), owned, None)
+        result = run_step(exchange, plan, picked, WorkerState(picked, no_error), owned, None)
         new = []
         for x, before in zip(result.state.mu, old, strict=True):
             new.append(axes.varying(x, exchange.axis) if x.size else before)

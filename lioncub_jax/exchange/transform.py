@@ -7,6 +7,7 @@ devices.
 
 import math
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +24,8 @@ from lioncub_jax.exchange.message import BucketStats, Format, message_size
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.pieces import BucketPlan, WorkerPlan, WorkerState, leaves_of_group
 from lioncub_jax.exchange.quantize import Codec, Quantizer
-from lioncub_jax.exchange.single import single_worker_step
-from lioncub_jax.exchange.step import Exchange, StepResult, step
+from lioncub_jax.exchange.single import run_step
+from lioncub_jax.exchange.step import Exchange, StepResult
 from lioncub_jax.exchange.wires import Wire
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import AxisName
@@ -160,47 +161,9 @@ def communicate(
         axis, group, momentum_rule=momentum, codec=codec, decision=decision, wire=wire,
         bucket_size=bucket_size,
     )  # fmt: skip
-    varying_over = (*axis, *group)
-
-    def init(params: optax.Params) -> CommunicateState:
-        params = checks.check_leaves(params)
-        if checks.stands_in(params):
-            mu, error, owner = stand_ins(exchange, params)
-        else:
-            mu, error, owner = momentum.init(params), zero_errors(codec, params), ()
-            if group or decision.has_state:
-                axes.check_bound(axis, group)  # chunks are those of workers
-                params = axes.varying(
-                    params, varying_over
-                )  # as gradients do, from which buckets are made
-                owner = placement.on_shards(init_owner_states, (exchange, params))
-            if group:
-                mu, error = placement.on_shards(init_group_parts, (exchange, params))
-        return CommunicateState(jnp.zeros((), jnp.int32), mu, error, owner, zero_votes(exchange))
-
-    def update(
-        updates: optax.Updates,
-        state: CommunicateState,
-        params: optax.Params | None = None,
-        *,
-        abstain: jax.Array | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, CommunicateState]:
-        axes.check_bound(axis, group)
-        abstain = checks.check_abstain(abstain, extra)
-        updates = checks.check_leaves(updates)
-        checks.check_local(updates, varying_over)
-        if not group:
-            checks.check_state(updates, state.mu, state.error)
-        if not axis:
-            checks.warn_if_on_several_devices(updates)
-        checks.watch_workers(updates, params, state.count, axis)
-        # Results have the sharding of what they replace. An exchange is a pytree of its numbers, which go
-        # along as replicated arrays.
-        args = exchange, updates, state, abstain
-        return placement.on_shards(update_on_device, args, (updates, state))
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(
+        partial(init_state, exchange), partial(update_state, exchange)
+    )
 
 
 def check_wire(decision: Decision, quantizer: Quantizer, codec: Codec, wire: Wire) -> None:
@@ -215,6 +178,53 @@ def check_wire(decision: Decision, quantizer: Quantizer, codec: Codec, wire: Wir
             f"decision={decision.name}: the {wire.name} wire adds values, and {quantizer.name} sends "
             "codes: give quantizer=dense() with decision=at_owner(tx), or the two_phase wire"
         )
+
+
+# --- Init and update
+
+
+def init_state(exchange: Exchange, params: optax.Params) -> CommunicateState:
+    """The state before the first step."""
+    params, group = checks.check_leaves(params), exchange.group
+    if checks.stands_in(params):
+        mu, error, owner = stand_ins(exchange, params)
+    else:
+        mu, error = exchange.momentum_rule.init(params), zero_errors(exchange.codec, params)
+        owner = ()
+        if group or exchange.decision.has_state:
+            axes.check_bound(exchange.axis, group)  # chunks are those of workers
+            # As gradients vary, from which buckets are made.
+            params = axes.varying(params, (*exchange.axis, *group))
+            owner = placement.on_shards(init_owner_states, (exchange, params))
+        if group:
+            mu, error = placement.on_shards(init_group_parts, (exchange, params))
+    return CommunicateState(jnp.zeros((), jnp.int32), mu, error, owner, zero_votes(exchange))
+
+
+def update_state(
+    exchange: Exchange,
+    updates: optax.Updates,
+    state: CommunicateState,
+    params: optax.Params | None = None,
+    *,
+    abstain: jax.Array | None = None,
+    **extra: Any,
+) -> tuple[optax.Updates, CommunicateState]:
+    """Checks the arguments and takes a step: ``u`` of each leaf, and the next state."""
+    axis, group = exchange.axis, exchange.group
+    axes.check_bound(axis, group)
+    abstain = checks.check_abstain(abstain, extra)
+    updates = checks.check_leaves(updates)
+    checks.check_local(updates, (*axis, *group))
+    if not group:
+        checks.check_state(updates, state.mu, state.error)
+    if not axis:
+        checks.warn_if_on_several_devices(updates)
+    checks.watch_workers(updates, params, state.count, axis)
+    # Results have the sharding of what they replace. An exchange is a pytree of its numbers, which go along
+    # as replicated arrays.
+    args = exchange, updates, state, abstain
+    return placement.on_shards(update_on_device, args, (updates, state))
 
 
 # --- State
@@ -234,7 +244,10 @@ def zero_votes(exchange: Exchange) -> VoteCounts:
 
 
 def stand_ins(exchange: Exchange, params: optax.Params) -> tuple[Any, Any, Any]:
-    """``mu``, ``e`` and ``s`` where something stands in for parameters, see `checks.stands_in`."""
+    """``mu``, ``e`` and ``s`` where something stands in for parameters, see `checks.stands_in`.
+
+    A tree of other arrays than the parameters' is one number, 0.
+    """
     codec, whole = exchange.codec, not exchange.group
     mu = params if whole and jax.tree.leaves(exchange.momentum_rule.init(jnp.zeros(1))) else 0
     error = params if whole and codec.error_dtype is not None else 0
@@ -405,8 +418,7 @@ def take_step(
     if owned:
         owner_states = [x.value for x in state.owner]
 
-    run = single_worker_step if plan.num_workers == 1 else step
-    result = run(exchange, plan, grads, kept, owner_states, abstain)
+    result = run_step(exchange, plan, grads, kept, owner_states, abstain)
 
     new, (mu, error) = result.updates, result.state
     if group:

@@ -27,6 +27,7 @@ from lioncub_jax.exchange.message import (
     Size,
     Sums,
     reply_size,
+    zero_unless,
 )
 from lioncub_jax.exchange.quantize import Codec, Quantizer
 
@@ -124,11 +125,16 @@ def pairs_of_votes(counted: Tally, context: DecideContext) -> tuple[jax.Array, j
 class Vote(Decision):
     """A decision on counted votes; a subclass has `encode_reply`, `decode` and `reply_words`.
 
+    With ``divides_by_present`` the sum is divided by the number of workers that say they participate. Then
+    codes with a zero of the others are made zeros, whatever they sent.
+
     Example:
       >>> from lioncub_jax import decide
       >>> isinstance(decide.average(), decide.Vote)
       True
     """
+
+    divides_by_present = False
 
     def codec_of(self, quantizer: Quantizer) -> Codec:
         """The votes of a quantizer."""
@@ -144,6 +150,11 @@ class Vote(Decision):
         self, received: Inbox | Sums, context: DecideContext, state: optax.OptState
     ) -> tuple[Reply, optax.OptState]:
         """Counts the votes, and replies."""
+        fmt = context.format
+        if self.divides_by_present and fmt.midtread and isinstance(received, Inbox):
+            participates = received.participates[:, None, None] > 0
+            sent = zero_unless(participates, received.planes, fmt)
+            received = received._replace(planes=sent)
         counted = tally(received, context)
         planes, row_data, signs = self.encode_reply(counted, context)
         pairs: Sequence[jax.Array] = ()
@@ -241,19 +252,7 @@ class Average(Vote):
     """``u = sum_i v_i / (n max_code)``, see `average`."""
 
     name = "average"
-
-    def decide(
-        self, received: Inbox | Sums, context: DecideContext, state: optax.OptState
-    ) -> tuple[Reply, optax.OptState]:
-        """Counts the votes, and replies."""
-        if isinstance(received, Inbox) and context.format.midtread:
-            # A worker is not in the divisor if it says that it abstains, so its codes must be zeros.
-            mask = (jnp.uint32(0) - received.participates)[:, None, None]
-            zero, planes = context.format.max_code // 2, []
-            for k, plane in enumerate(received.planes):
-                planes.append(plane | ~mask if zero >> k & 1 else plane & mask)
-            received = received._replace(planes=planes)
-        return super().decide(received, context, state)
+    divides_by_present = True
 
     def encode_reply(
         self, counted: Tally, context: DecideContext

@@ -276,7 +276,7 @@ def gather_words(words: jax.Array, axis: Axes) -> jax.Array:
     """
     size = padded_size(words.size, VECTOR)
     padded = jnp.pad(words, (0, size - words.size))
-    row = _row(padded.size, lax.axis_size(axis))
+    row = _grid_row(padded.size, lax.axis_size(axis))
     if row == 1:
         return lax.all_gather(padded, axis, to="invarying")[:, : words.size]
     return _gather_in_two(padded, axis, row)[:, : words.size]
@@ -285,8 +285,8 @@ def gather_words(words: jax.Array, axis: Axes) -> jax.Array:
 _MOST_REDUCED = 2**24  # bytes
 
 
-def _row(words: int, workers: int) -> int:
-    """Workers of a row, where words are gathered along columns and then along rows; 1 for one all-gather.
+def _grid_row(words: int, workers: int) -> int:
+    """Workers in a row of the grid that is gathered along columns, then rows; 1 for one all-gather.
 
     XLA for TPU makes an all-reduce, of twice the bytes, of an all-gather that joins all chips of a slice of
     64 or more: in a torus of two dimensions (the kinds called "lite") up to a size of the result, in one of

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +125,7 @@ def end_on_error() -> Iterator[None]:
         os._exit(1)
 
 
-def gathered(x: ArrayLike) -> np.ndarray:
+def gathered_arrays(x: ArrayLike) -> np.ndarray:
     """The arrays of all processes, in their order; all must call it, with arrays of one type."""
     devices = Counter(device.process_index for device in jax.devices())
     if len({*devices.values()}) > 1:
@@ -139,7 +139,7 @@ def gathered(x: ArrayLike) -> np.ndarray:
 
 def any_process(flag: bool) -> bool:
     """True where the flag is set in any process; all must call it."""
-    return bool(gathered(flag).any())
+    return bool(gathered_arrays(flag).any())
 
 
 def together(sentence: str, act: Callable[[], Result]) -> Result:
@@ -161,13 +161,15 @@ def gathered_json(what: Any) -> list[Any]:
       ValueError: in all processes, where one says more than `MOST_BYTES` bytes, or what is no JSON.
     """
     mine = np.frombuffer(json.dumps(what).encode(), np.uint8)
-    sizes = gathered(np.int32(min(mine.size, 2**31 - 1)))  # of one type, with jax_enable_x64 too
+    sizes = gathered_arrays(
+        np.int32(min(mine.size, 2**31 - 1))
+    )  # of one type, with jax_enable_x64 too
     if not 0 < sizes.min() <= sizes.max() <= MOST_BYTES:
         raise ValueError(
             f"processes want to say {sizes.tolist()} bytes to each other, and each may say 1 to "
             f"{MOST_BYTES}: run the same program in all"
         )
-    each = gathered(np.pad(mine, (0, sizes.max() - mine.size)))
+    each = gathered_arrays(np.pad(mine, (0, sizes.max() - mine.size)))
     messages = []
     for process, (text, size) in enumerate(zip(each, sizes, strict=True)):
         try:
@@ -298,7 +300,7 @@ def _check_same_lines(parts: dict[str, list[str]]) -> None:
     """Raises ``ValueError`` for the first part that is not the same in all processes."""
     sums = [zlib.crc32("\n".join(lines).encode()) for lines in parts.values()]
     # Of one size, whatever the processes run.
-    each = gathered(np.array(sums, np.uint32)).T.tolist()
+    each = gathered_arrays(np.array(sums, np.uint32)).T.tolist()
     for (name, lines), theirs in zip(parts.items(), each, strict=True):
         usual, odd, who = who_differs(theirs)
         if not who:
@@ -322,6 +324,20 @@ def who_differs(values: list[int]) -> tuple[int, int, str]:
     names = ", ".join(map(str, odd if 2 * count > len(values) else range(len(values))))
     others = f" against the other {count}" if 2 * count > len(values) else ""
     return values.index(common), odd[0], f"process{'es' * (',' in names)} {names}{others}"
+
+
+class GivenRows(NamedTuple):
+    """Arrays of a batch that only one process has, as it tells the others.
+
+    Attributes:
+      rows: for each array that is cut over the workers the rows that it has for each part of the batch.
+      sums: the CRC of each of these arrays.
+      whole: the CRC of each array that goes whole to each worker.
+    """
+
+    rows: dict[str, float]
+    sums: list[int]
+    whole: dict[str, int]
 
 
 class Batches:
@@ -368,38 +384,57 @@ class Batches:
                 "processes compared theirs: give as many in each step, or make another step for others"
             )
         whole = {name: crc(x) for name, x, is_split in leaves if not is_split}
-        each = gathered_json([rows, [crc(x) for x in own.values()], whole])
-        seen: dict[Any, int] = {}  # parts, and checksums
-        for process, taken in self._taken.items():
-            if each[process][0] != rows:
+        sums = [crc(x) for x in own.values()]
+        each = [GivenRows(*x) for x in gathered_json(GivenRows(rows, sums, whole))]
+        self._check_equal(GivenRows(rows, sums, whole), each)
+        if own:
+            self._check_parts(each)
+        for name, x in own.items():
+            self.rows_of_all(name, x)
+        self._rows = rows
+
+    def _check_equal(self, mine: GivenRows, each: Sequence[GivenRows]) -> None:
+        """Raises ``ValueError`` for other numbers of rows than mine, or other arrays that go whole."""
+        me = jax.process_index()
+        for process in self._taken:
+            if each[process].rows != mine.rows:
                 raise ValueError(
-                    f"process {me} gives {rows} rows for each part of the batch, and process {process} "
-                    f"{each[process][0]}: give as many for each; drop or pad what is left over"
+                    f"process {me} gives {mine.rows} rows for each part of the batch, and process "
+                    f"{process} {each[process].rows}: give as many for each; drop or pad what is left over"
                 )
-            if each[process][2] != whole:
+            if each[process].whole != mine.whole:
                 raise ValueError(
                     f"processes {me} and {process} gave different arrays that go whole to each worker, of "
-                    f"{', '.join(whole) or 'none'}: give the same in all processes"
+                    f"{', '.join(mine.whole) or 'none'}: give the same in all processes"
                 )
-            if not own:
-                continue
-            other = seen.setdefault(frozenset(taken), process)
-            if each[other][1] != each[process][1]:
+
+    def _check_parts(self, each: Sequence[GivenRows]) -> None:
+        """Compares rows: those of the same parts must be the same, and those of others are not.
+
+        Raises:
+          ValueError: for processes whose devices take the same parts, and which gave different rows.
+
+        Warns:
+          UserWarning: for processes whose devices take different parts, and which gave the same rows.
+        """
+        with_parts: dict[frozenset[int], int] = {}  # the first process with these parts
+        with_sums: dict[tuple[int, ...], int] = {}  # the first process with these rows
+        for process, taken in self._taken.items():
+            sums = each[process].sums
+            other = with_parts.setdefault(frozenset(taken), process)
+            if each[other].sums != sums:
                 raise ValueError(
                     f"processes {other} and {process} take the same rows of the batch, and gave different "
                     f"ones: give both the same, or cut the batch over the axes that lie between them, "
                     f"which batch_spec={self._sharding.spec} does not name"
                 )
-            other = seen.setdefault(tuple(each[process][1]), process)
+            other = with_sums.setdefault(tuple(sums), process)
             if self._taken[other] != taken:
                 warnings.warn(
                     f"processes {other} and {process} gave the same rows, so the batch has them twice: "
                     f"each gives those of its own devices. Give what all have alike as {_ONE}",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
-        for name, x in own.items():
-            self.rows_of_all(name, x)
-        self._rows = rows
 
     def place(self, x: Any, rows: int | None) -> Any:
         """An array, or the shape of a global one, on the mesh: by its rows in all, or None to lie whole."""
