@@ -223,7 +223,7 @@ MUTANTS = r"""
 - jnp.where(lax.axis_index(tuple(sorted(of))) == 0, x, 0) if of else x
 + x / jnp.float32(lax.axis_size(tuple(sorted(of)))) if of else x
 
-# mesh/kernels.py: kernels
+# exchange/kernels.py: kernels
 = a TPU reads the upper bits of a code as its lower ones
 - & 0xF) << first)
 + & 0xF))

@@ -11,9 +11,8 @@ from conftest import AXIS, assert_same, mesh_on, run_workers, workers_on
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.exchange import bits, layout
+from lioncub_jax.exchange import bits, kernels, layout
 from lioncub_jax.exchange.bits import BLOCK, ROW
-from lioncub_jax.mesh import kernels
 
 
 @pytest.fixture

@@ -113,11 +113,11 @@ def in_messages(send: Callable[[jax.Array], jax.Array], arrays: Leaves) -> Leave
     """Sends arrays in flat messages, one for all that vary over the same mesh axes.
 
     Args:
-      send: ``[n] -> [n]``, or ``[n] -> [W, n]``, that of all workers.
+      send: ``[n] -> [n]``, or ``[n] -> [workers, n]``, that of all workers.
       arrays: of one dtype.
 
     Returns:
-      The arrays as they are received, in their shapes, ``[W, ...]`` in the second case.
+      The arrays as they are received, in their shapes, ``[workers, ...]`` in the second case.
     """
     groups: dict[frozenset[str], list[int]] = {}
     for i, x in enumerate(arrays):

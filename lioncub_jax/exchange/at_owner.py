@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from lioncub_jax.exchange import bits, layout, quantize, rotation, traced, xla
+from lioncub_jax.exchange import bits, kernels, layout, quantize, rotation, traced, xla
 from lioncub_jax.exchange.arguments import check_floating, check_kinds, part
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.decision import DecideContext, Decision, Planes
@@ -30,7 +30,6 @@ from lioncub_jax.exchange.votes import (
     number_of_ties,
     with_tie_bits,
 )
-from lioncub_jax.mesh import kernels
 
 
 class OwnerState(NamedTuple):

@@ -25,8 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lioncub_jax.exchange import xla
-from lioncub_jax.mesh import kernels
+from lioncub_jax.exchange import kernels, xla
 from lioncub_jax.mesh.checksum import mix
 
 ROW = kernels.LANES  # elements
@@ -275,7 +274,7 @@ def add_codes(planes: Sequence[jax.Array]) -> list[jax.Array]:
     """Adds the codes of all workers, on packed words, with carry-save adders.
 
     Args:
-      planes: of each worker's codes, least significant first, ``uint32[W, ...]`` each.
+      planes: of each worker's codes, least significant first, ``uint32[workers, ...]`` each.
 
     Returns:
       The planes of the sum, least significant first, ``uint32[...]`` each; as many as the largest

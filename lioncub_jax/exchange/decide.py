@@ -1,6 +1,6 @@
 """Decisions of an owner: from the codes of all workers about a chunk of rows to one reply.
 
-Each worker is the *owner* of one chunk of the rows, as it is of a shard of the optimizer's state in ZeRO-1.
+Each worker is the *owner* of one chunk of the rows, see `step`.
 
 | decision | formula, over the n workers that vote | reply | source |
 |---|---|---|---|

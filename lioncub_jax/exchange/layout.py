@@ -26,11 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lioncub_jax.exchange import xla
+from lioncub_jax.exchange import kernels, xla
 from lioncub_jax.exchange.bits import BLOCK, HALF_BLOCK, ROW, divide_up, round_up
+from lioncub_jax.exchange.kernels import SUBLANES
 from lioncub_jax.exchange.means import common_dtype
-from lioncub_jax.mesh import kernels
-from lioncub_jax.mesh.kernels import SUBLANES
 
 # Leaves of at most so many rows are joined: a copy of little, one kernel for all of them, and no padding to
 # blocks. Of more, on a CPU, the copies of them all take several times as long as kernels of their own.

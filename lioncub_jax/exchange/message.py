@@ -6,8 +6,8 @@ message, and the chunk's owner sends a reply:
     message    planes of codes | 1: participates | of each row: voted on (1 bit), or its scale (bfloat16)
     reply      planes of the decision | ties | workers that participated | pairs of votes | data of the rows
 
-Row j of a packed message, ``uint32[W, words]``, goes to the owner of chunk j. What arrives is bounded: a
-worker may send any words, and has one vote.
+Row j of a packed message, ``uint32[chunks, words]``, goes to the owner of chunk j. What arrives is bounded:
+a worker may send any words, and has one vote.
 """
 
 from collections.abc import Sequence
@@ -45,10 +45,10 @@ class Inbox(NamedTuple):
     """Messages of all workers about the chunks on which this worker decides.
 
     Attributes:
-      planes: ``uint32[W, chunks, words]`` each.
-      voted: ``uint32[W, chunks, blocks]``, or None.
-      scales: ``float32[W, chunks, rows]``, or None.
-      participates: ``uint32[W]``, 1 for a worker that participates, 0 for one that abstains.
+      planes: ``uint32[workers, chunks, words]`` each.
+      voted: ``uint32[workers, chunks, blocks]``, or None.
+      scales: ``float32[workers, chunks, rows]``, or None.
+      participates: ``uint32[workers]``, 1 for a worker that participates, 0 for one that abstains.
       present: ``uint32[]``, the sum of ``participates``.
     """
 
@@ -213,7 +213,7 @@ def _padded(parts: Sequence[Any], fmt: Format, words: int) -> jax.Array:
 
 
 def pack_message(message: Message, fmt: Format) -> jax.Array:
-    """Packs a message about all chunks: ``uint32[W, words]``."""
+    """Packs a message about all chunks: ``uint32[chunks, words]``."""
     row_data = message.voted
     if message.scales is not None:
         row_data = message.scales.view(jnp.uint32)
@@ -222,7 +222,7 @@ def pack_message(message: Message, fmt: Format) -> jax.Array:
 
 
 def unpack_message(words: jax.Array, fmt: Format) -> Inbox:
-    """Unpacks the messages of all workers, ``uint32[W, chunks, words]``.
+    """Unpacks the messages of all workers, ``uint32[workers, chunks, words]``.
 
     Codes above the largest count as the largest, and only on rows that are voted on; scales that are no
     positive number count as 0.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lioncub_jax.exchange import bits, layout, quantize, rotation, xla
+from lioncub_jax.exchange import bits, kernels, layout, quantize, rotation, xla
 from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW
 from lioncub_jax.exchange.decision import DecideContext, Decision
 from lioncub_jax.exchange.layout import BucketLayout, Piece
@@ -22,7 +22,7 @@ from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.exchange.message import Format, Message, Reply
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.quantize import Codec, EncodeContext
-from lioncub_jax.mesh import axes, kernels
+from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 
 

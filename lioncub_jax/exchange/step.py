@@ -7,16 +7,16 @@ the error ``f_j`` of its earlier replies. A *codec* maps values to *codes*, inte
 ``Q`` is that of the messages, and ``R`` that of the replies. The functions called here are in `pieces`,
 `message` and `wires`; the last column has the file of each formula.
 
-    interpolate  c_i = b1 mu_i + (1 - b1) g_i              worker i            momentum.py
-    encode       q_i = Q(c_i + e_i)                                            quantize.py
-    collect      all-to-all: chunk j of q_i to owner j                         wires.py
-    decide       u_j, s_j = decide(q_1, ..., q_W; s_j)     owner j             votes.py, at_owner.py
-                 r_j = R(u_j + f_j)                                            votes.py, at_owner.py
-                 f_j = u_j + f_j - dequantize(r_j)                             at_owner.py
-    publish      all-gather of r_j                                             wires.py
-    decode       u = dequantize(r_1, ..., r_W)             every worker        votes.py, at_owner.py
-    remember     e_i = keep * (c_i + e_i - dequantize(q_i))  worker i          pieces.py
-                 mu_i = b2 mu_i + (1 - b2) g_i                                 momentum.py
+    interpolate  c_i = b1 mu_i + (1 - b1) g_i                worker i            momentum.py
+    encode       q_i = Q(c_i + e_i)                                              quantize.py
+    collect      all-to-all: chunk j of q_i to owner j                           wires.py
+    decide       u_j, s_j = decide(q_1, ..., q_W; s_j)       owner j             votes.py, at_owner.py
+                 r_j = R(u_j + f_j)                                              votes.py, at_owner.py
+                 f_j = u_j + f_j - dequantize(r_j)                               at_owner.py
+    publish      all-gather of r_j                                               wires.py
+    decode       u = dequantize(r_1, ..., r_W)               every worker        votes.py, at_owner.py
+    remember     e_i = keep * (c_i + e_i - dequantize(q_i))  worker i            pieces.py
+                 mu_i = b2 mu_i + (1 - b2) g_i                                   momentum.py
                  (after a coded sync mu_i = u + e_i, see `sync.coded`)
 
 The factor ``keep`` is at most 1. Votes are signed codes ``v_i = 2 q_i - max_code``, without scales or f_j.
@@ -25,10 +25,10 @@ replies in two bits: a tie is 0. `average` replies with the sum: ``u = sum_i v_i
 voters. An optimizer ``tx`` at the owners: ``u_j, s_j = tx(mean_i dequantize(q_i); s_j)``, and R has two
 bits by default. A later transform of the chain multiplies ``u`` by the negative learning rate.
 
-Arrays of a bucket with the two-phase wire: n rows, padding included, of which a chunk has m = n / W.
+Arrays of a bucket with the two-phase wire: N rows, padding included, of which a chunk has m = N / W.
 
                  each plane                          row data of votes      row data of values
-    message      uint32[4 n]                         uint32[n / 32]         scales bfloat16[n]
+    message      uint32[4 N]                         uint32[N / 32]         scales bfloat16[N]
     received     uint32[workers W, chunks 1, 4 m]    uint32[W, 1, m / 32]   scales float32[W, 1, m]
     reply        uint32[chunks 1, words 4 m]         uint32[1, m / 32]      uint32[1, m / 2]
     replies      uint32[chunks W, words 4 m]         uint32[W, m / 32]      uint32[W, m / 2]

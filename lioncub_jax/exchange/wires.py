@@ -79,7 +79,7 @@ def collect(wire: Wire, message: Message, fmt: Format, axis: Axes) -> Inbox | Su
 
 @jax.named_scope("lioncub.down")
 def publish(wire: Wire, reply: Reply, fmt: Format, axis: Axes, group: Axes) -> Reply:
-    """Replies of all owners, the same on every worker: planes ``uint32[devices W, words]``.
+    """Replies of all owners, the same on every worker: planes ``uint32[devices chunks, words]``.
 
     In a group, of the parts of all of its devices; else ``devices`` is 1.
     """
@@ -196,7 +196,7 @@ def all_reduce() -> Wire:
 
 
 def _unpacked(message: Message, fmt: Format) -> tuple[jax.Array, jax.Array | None]:
-    """Codes ``uint32[W, rows, 128]``, 0 without a vote, and the rows with one, ``uint32[W, rows]``."""
+    """Codes ``uint32[chunks, rows, 128]``, 0 without a vote; ``uint32[chunks, rows]``, 1 with one."""
     planes = [x.reshape(fmt.num_workers, -1) for x in message.planes]
     if message.voted is None:
         return bits.unpack(planes, fmt.num_rows), None
@@ -270,7 +270,7 @@ def agreed(tree: optax.Params, axis: Axes) -> optax.Params:
 
 
 def gather_words(words: jax.Array, axis: Axes) -> jax.Array:
-    """``uint32[n]`` of each worker to ``uint32[W, n]``, the same on every worker.
+    """``uint32[words]`` of each worker to ``uint32[workers, words]``, the same on every worker.
 
     One all-gather, or two of as many bytes together where XLA would make an all-reduce of one.
     """

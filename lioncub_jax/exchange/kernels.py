@@ -50,7 +50,7 @@ def pack_tiles(codes: jax.Array, p: int, *, interpret: bool = False) -> list[jax
     Example:
       >>> import jax.numpy as jnp
       >>> from lioncub_jax.exchange import bits
-      >>> from lioncub_jax.mesh import kernels
+      >>> from lioncub_jax.exchange import kernels
       >>> codes = (jnp.arange(32 * 128, dtype=jnp.uint32) % 5).reshape(32, 128)
       >>> packed = kernels.pack_tiles(codes, 3, interpret=True)
       >>> [bool((a == b).all()) for a, b in zip(packed, bits.pack(codes, 3))]
@@ -105,7 +105,7 @@ def unpack_tiles(planes: Sequence[jax.Array]) -> jax.Array:
     Example:
       >>> import jax.numpy as jnp
       >>> from lioncub_jax.exchange import bits
-      >>> from lioncub_jax.mesh import kernels
+      >>> from lioncub_jax.exchange import kernels
       >>> planes = [jnp.arange(256, dtype=jnp.uint32), jnp.full(256, 7, jnp.uint32)]
       >>> bool((kernels.unpack_tiles(planes) == bits.unpack(planes, 64)).all())
       True
