@@ -100,7 +100,7 @@ def test_some_of_the_moments_and_counters_are_refused(before, given):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"u": PARAMS}, r"the state has no u\['b'\]: give fields of it"),
+        ({"u": PARAMS}, r"the state has no u\['b'\]. Give fields of its optimizer"),
         (
             {"mu": {"w": jnp.ones((3, 130))}},
             r"mu\['w'\] has shape \[130, 3\]: \[3, 130\] was given",
@@ -113,3 +113,11 @@ def test_a_field_that_the_state_does_not_have_is_refused(fields, message):
     state = lc.init_state(lc.lion_cub(RATE, workers=workers), PARAMS, workers)
     with pytest.raises(ValueError, match=message):
         lc.checkpoint.carry_over(state, workers, **fields)
+
+
+def test_a_state_without_parameters_is_refused():
+    workers = lc.Workers.one_per_device()
+    tx = lc.on_mesh(lc.owner_adamw(RATE, workers=workers), workers)
+    words = r'no mu\[.b.\].*the parameters in it.*"params": params'
+    with pytest.raises(ValueError, match=words):
+        lc.checkpoint.carry_over((PARAMS, tx.init(PARAMS)), workers, mu=PARAMS)

@@ -110,6 +110,14 @@ def of_module(evaluate):
     return run(state.params, state.model_state, ONES, None)
 
 
+def of_other_axes():
+    """An update of gradients by the workers of a mesh of the same devices, with another name."""
+    workers = lc.Workers(jax.make_mesh((4,), ("batch",), devices=jax.devices()[:4]), "batch")
+    params = jax.device_put(PARAMS, workers.shardings(P()))
+    grad_fn = lc.worker_value_and_grad(loss, workers)
+    jax.jit(lambda params: on_mesh_update(grad_fn(params, ONES)[1]))(params)
+
+
 def closes_over(kind):
     rows = jax.device_put(ONES, NamedSharding(mesh_on("data=4", kind), P("data")))
     lc.make_train_step(lambda params, batch, rng: loss(params, rows[batch]), cub(), four())
@@ -257,6 +265,23 @@ REFUSED = {
         lambda: on_mesh_update({"w": grads_for(4)["w"]}), ValueError,
         r"\['b'\] has shape None, and not \(4,\).*worker_value_and_grad",
     ),
+    "gradients of two workers": (
+        lambda: on_mesh_update(grads_for(2)), ValueError,
+        r"\['b'\] has shape \(2,\), of 2 workers, and on_mesh was given 4: give one",
+    ),
+    "gradients of an axis of another name": (
+        lambda: of_other_axes(), ValueError,
+        r"grads\['b'\] is on a mesh with axes \('batch',\).*on one with \('data',\): give one",
+    ),
+    "on_mesh twice": (
+        lambda: on_mesh_update(PARAMS, tx=lc.on_mesh(cub(), four())), ValueError,
+        r"call on_mesh once, in a loop of your own. To init_state.*give tx itself",
+    ),
+    "an array of aux of a module": (
+        lambda: lc.worker_value_and_grad(lambda model, x: (0.0, x), four(), has_aux=True)(
+            nnx.Linear(3, 1, rngs=nnx.Rngs(0)), ONES
+        ), ValueError, r"^aux is an array of shape \(2, 3\).*aux_kinds",
+    ),
     "one flag for all": (
         lambda: on_mesh_update(grads_for(4), abstain=True), ValueError, r"abstain has shape.*bool\[4\]",
     ),
@@ -268,6 +293,42 @@ def test_what_is_refused(name):
     build, error, words = REFUSED[name]
     with pytest.raises(error, match=f"(?s){words}"):
         build()
+
+
+def elementwise(params, x):
+    return jnp.mean(x * params["w"])
+
+
+@on_both_kinds
+@pytest.mark.parametrize("model", ["nnx", "dense", "elementwise"])
+def test_an_optimizer_that_is_not_on_the_mesh(model, kind):
+    """On Auto axes JAX tells nothing to an elementwise model, whose parameters grow: a page says so."""
+    workers, loss_fn = workers_on("data=4", kind=kind), loss if model == "dense" else elementwise
+    params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)} if model == "dense" else {"w": jnp.ones(3)}
+    if model == "nnx":
+        params, loss_fn = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), lambda model, x: model(x).mean()
+        lc.training.place(params, workers)
+    else:
+        params = jax.device_put(params, workers.shardings(P()))
+    grad_fn = lc.worker_value_and_grad(loss_fn, workers)
+
+    @nnx.jit
+    def step(params):
+        _, grads = grad_fn(params, ONES)
+        if not isinstance(params, nnx.Module):
+            return optax.apply_updates(params, grads)
+        nnx.update(params, optax.apply_updates(nnx.state(params, nnx.Param), grads))
+        return params
+
+    after = step(params)
+    if kind is AxisType.Explicit:
+        words = r"of shape \(4.*the same on all workers.*not in lioncub_jax.on_mesh\("
+        with pytest.raises(ValueError, match=words):
+            step(after)
+    elif model != "elementwise":
+        with pytest.raises((TypeError, ValueError)) as caught:
+            step(after)
+        assert "every parameter has 4 entries" in " ".join(caught.value.__notes__)
 
 
 @on_both_kinds
@@ -363,8 +424,16 @@ def test_a_leaf_without_elements_needs_no_second_program():
 def test_optax_maps_what_lies_as_parameters_and_flax_writes_a_state_of_votes(make):
     tx = lc.on_mesh(make(0.1, workers=four()), four())
     state = tx.init(PARAMS)
-    if make is lc.lion_cub:  # an owner's chunk is of a class that flax does not know
-        assert_same(serialization.from_bytes(state, serialization.to_bytes(state)), state)
+    grads = jax.tree.map(lambda x: 0.3 * x, grads_for(4))
+    _, after = tx.update(grads, state, jax.tree.map(jnp.asarray, PARAMS))
+    written = serialization.to_bytes(after)
+    restored = serialization.from_bytes(state, written)
+    assert_same(restored, after)
+    assert jax.tree.structure(restored) == jax.tree.structure(after)
+    if make is lc.owner_adamw:
+        two = lc.on_mesh(make(0.1, workers="data"), workers_on("data=2")).init(PARAMS)
+        with pytest.raises(ValueError, match="saved chunks are others or lie in another order"):
+            serialization.from_bytes(two, written)
     for one in (tx, make(0.1, workers="data")):
         mapped = optax.tree.map_params(one, lambda x, p: p, state, PARAMS)[0]
         assert (mapped.mu if make is lc.lion_cub else mapped.error) == PARAMS

@@ -349,7 +349,7 @@ BATCH_SPECS = [P(("fsdp", "data")), P(("data", "nowhere")), P()]
 REFUSED = [
     (
         lambda: prepare(TP, P("data")),
-        "['w'] has spec ... 'data' is an axis of the workers ... inner",
+        "['w'] of shape ... has spec ... 'data' is an axis of the workers ... inner",
     ),
     (
         lambda: prepare(TP, P("fsdp")),

@@ -56,8 +56,9 @@ def carry_over(state: Any, workers: AxisName | Workers, **fields: Any) -> Any:
             matches = [name for name, short in names.items() if short.endswith(end)]
             if not matches:
                 raise ValueError(
-                    f"{field}={type(tree).__name__}: the state has no {end[1:]}: give fields of it, with "
-                    "trees like the parameters"
+                    f"carry_over({field}=...): the state has no {end[1:]}. Give fields of its optimizer, "
+                    "trees like the parameters, and a state with the parameters in it, such as "
+                    '{"params": params, "opt_state": opt_state}'
                 )
             for name in matches:
                 arrays[name] = _as_leaf(target, name, value)

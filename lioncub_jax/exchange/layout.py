@@ -18,6 +18,7 @@ axes. ``bucket_size`` splits buckets further, and then a worker abstains from ea
 import dataclasses
 import itertools
 import math
+import zlib
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from lioncub_jax.exchange import kernels, xla
 from lioncub_jax.exchange.bits import BLOCK, HALF_BLOCK, ROW, divide_up, round_up
 from lioncub_jax.exchange.kernels import SUBLANES
 from lioncub_jax.exchange.means import common_dtype
+from lioncub_jax.mesh.specs import flax_in_use
 
 # Leaves of at most so many rows are joined: a copy of little, one kernel for all of them, and no padding to
 # blocks. Of more, on a CPU, the copies of them all take several times as long as kernels of their own.
@@ -139,15 +141,45 @@ class Flat:
     bucket: BucketLayout = dataclasses.field(metadata={"static": True})
 
 
+def register_with_flax() -> None:
+    """Lets ``flax.serialization`` write and read a `Flat`, where flax is in use.
+
+    Called where the first state is made, as an import of flax takes longer than that of this library.
+    """
+    if not flax_in_use():
+        return
+    from flax import serialization
+
+    def to_state_dict(flat: Flat) -> dict[str, Any]:
+        return {"value": serialization.to_state_dict(flat.value), "order": _checksum(flat.bucket)}
+
+    def from_state_dict(flat: Flat, state: dict[str, Any]) -> Flat:
+        if state["order"] != _checksum(flat.bucket):
+            raise ValueError(_OTHER_ORDER.format("saved chunks", "the state that they are read into"))
+        return dataclasses.replace(
+            flat, value=serialization.from_state_dict(flat.value, state["value"])
+        )
+
+    serialization.register_serialization_state(Flat, to_state_dict, from_state_dict, override=True)
+
+
+def _checksum(bucket: BucketLayout) -> int:
+    """A number of the order of a bucket's elements."""
+    return zlib.crc32(repr((bucket.pieces, bucket.num_chunks)).encode())
+
+
+_OTHER_ORDER = (
+    "{} are others or lie in another order than those of {}: the state was made on another platform, for "
+    "other workers, by another optimizer or for other parameters; make it anew, or restore it from "
+    "lioncub_jax.Checkpoints, which know its order"
+)
+
+
 def check_order(flats: Sequence[Flat], buckets: Sequence[BucketLayout]) -> None:
     """Raises ``ValueError`` if a state was built for other buckets than this step has."""
     if [x.bucket.pieces for x in flats] != [bucket.pieces for bucket in buckets]:
-        raise ValueError(
-            f"chunks of the state, of {len(flats)} buckets, are others or lie in another order than those "
-            f"of this step, of {len(buckets)}: the state was made on another platform, by another "
-            "optimizer or for other parameters; make it anew, or restore it from a checkpoint, which knows "
-            "its order"
-        )
+        given = f"chunks of the state, of {len(flats)} buckets,"
+        raise ValueError(_OTHER_ORDER.format(given, f"this step, of {len(buckets)}"))
 
 
 def buckets(

@@ -19,7 +19,7 @@ from lioncub_jax.exchange.arguments import check_count, check_kinds
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.decision import Decision
 from lioncub_jax.exchange.holder import Holder
-from lioncub_jax.exchange.layout import BucketLayout, Flat
+from lioncub_jax.exchange.layout import BucketLayout, Flat, register_with_flax
 from lioncub_jax.exchange.message import BucketStats, Format, message_size
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.pieces import BucketPlan, WorkerPlan, WorkerState, leaves_of_group
@@ -292,6 +292,7 @@ def init_owner_states(exchange: Exchange, params: optax.Params) -> tuple[Flat, .
 
 def flats(values: Sequence[Any], buckets: Sequence[BucketLayout]) -> tuple[Flat, ...]:
     """Arrays that lie in rows as buckets do."""
+    register_with_flax()
     return tuple([Flat(x, bucket) for x, bucket in zip(values, buckets, strict=True)])
 
 

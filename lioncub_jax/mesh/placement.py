@@ -328,16 +328,25 @@ def device_ids(mesh: Mesh | AbstractMesh) -> list[int]:
 
 
 def check_devices(workers: Workers, **trees: Any) -> None:
-    """Raises ``ValueError`` for arrays that lie on the devices of another mesh than the workers'."""
+    """Raises ``ValueError`` for arrays of another mesh than the workers': of other devices, or axes."""
     if not isinstance(workers.mesh, Mesh):  # of no devices
         return
-    own = device_ids(workers.mesh)
+    own, axes = device_ids(workers.mesh), workers.mesh.axis_names
     for path, x in jax.tree_util.tree_leaves_with_path(trees):
-        sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+        name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
+        if isinstance(x, jax.core.Tracer):  # whose type tells no devices
+            mesh = jax.typeof(x).sharding.mesh
+            if mesh.explicit_axes and mesh.axis_names != axes:
+                raise ValueError(
+                    f"{name} is on a mesh with axes {mesh.axis_names}, and these workers are on one with "
+                    f"{axes}: give one lioncub_jax.Workers to the optimizer, on_mesh and "
+                    "worker_value_and_grad"
+                )
+            continue
+        sharding = getattr(x, "sharding", None)
         if not isinstance(sharding, NamedSharding) or sharding.mesh is workers.mesh:
             continue
         if device_ids(sharding.mesh) != own:
-            name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
             raise ValueError(
                 f"{name} is on a mesh of devices {device_ids(sharding.mesh)}, and the workers are on one "
                 f"of {own}: make one mesh, and give lioncub_jax.Workers of it to the optimizer, init_state "

@@ -130,9 +130,10 @@ def checked(specs: Specs, params: optax.Params, mesh: Mesh, workers: Sequence[st
         name, shape = jax.tree_util.keystr(path) or "(root)", jnp.shape(x)
         if taken := {*axes_in(spec)} & {*workers}:
             raise ValueError(
-                f"{name} has spec {spec}, but {taken.pop()!r} is an axis of the workers: each worker holds "
-                "all parameters, cut over inner axes only. Put the workers on another axis, or shard "
-                "parameters over an axis that is not theirs"
+                f"{name} of shape {shape} has spec {spec}, but {taken.pop()!r} is an axis of the workers: "
+                "parameters are the same on all workers, and cut over inner axes only. If you did not cut "
+                "it, the optimizer is not in lioncub_jax.on_mesh(tx, workers), and has added the gradients "
+                "of all workers to it; else shard it over an axis that is not the workers'"
             )
         try:
             NamedSharding(mesh, spec).shard_shape(shape)

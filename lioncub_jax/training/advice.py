@@ -5,6 +5,13 @@ else depends on it: where a text changes, the note is missing. tests/test_gradie
 them of the JAX and flax that are installed.
 """
 
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh
+
+from lioncub_jax.mesh.specs import product
+
 _MESH = (
     "the loss runs for one worker, where the axes {} of the mesh are taken. Put what the model says of "
     "the mesh into lioncub_jax.mesh.inner, which takes a NamedSharding too: "
@@ -34,9 +41,19 @@ _ADVICE = {  # by words of an error: the first that has one
 }
 
 
-def add_note(error: Exception, taken: tuple[str, ...]) -> None:
-    """Adds a note to an error of JAX or flax about a mesh, of which some axes are ``taken``."""
+_STACKED = (
+    "every parameter has {} entries in its first dimension, as many as there are workers. If you did "
+    "not make them so, the optimizer is not in lioncub_jax.on_mesh(tx, workers), and has added the "
+    "gradients of all workers, [workers, ...], to the parameters"
+)
+
+
+def add_notes(error: Exception, mesh: AbstractMesh, params: optax.Params) -> None:
+    """Adds notes to an error of a loss, inside of a worker: about axes that are taken, or parameters."""
     for words, advice in _ADVICE.items():
         if any(word in str(error) for word in words):
-            error.add_note(f"lioncub_jax: {advice.format(taken)}")
+            error.add_note(f"lioncub_jax: {advice.format(mesh.manual_axes)}")
             break
+    num_workers = product(mesh.shape, mesh.manual_axes)
+    if num_workers > 1 and {jnp.shape(x)[:1] for x in jax.tree.leaves(params)} == {(num_workers,)}:
+        error.add_note(f"lioncub_jax: {_STACKED.format(num_workers)}")

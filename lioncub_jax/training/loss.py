@@ -28,12 +28,12 @@ def in_worker(loss_fn: Loss) -> Callable[..., Any]:
 
     @functools.wraps(loss_fn)
     def called(*args: Any, **kwargs: Any) -> Any:
-        taken = jax.sharding.get_abstract_mesh().manual_axes
-        with _rules_without(taken):
+        mesh = jax.sharding.get_abstract_mesh()
+        with _rules_without(mesh.manual_axes):
             try:
                 return loss_fn(*args, **kwargs)
             except Exception as error:
-                advice.add_note(error, taken)
+                advice.add_notes(error, mesh, args[0])
                 raise
 
     return called

@@ -371,9 +371,10 @@ class _GlobalTransform:
         """The first state of these parameters."""
         if self._in_worker():
             raise ValueError(
-                "on_mesh(tx).init is called for one worker, and it makes the states of all: give tx "
-                "itself to init_state, make_train_step or audit.of, which run it on each worker. For the "
-                "bytes of a trainer of your own: audit.collectives(step.lower(...).compile(), workers.mesh)"
+                "on_mesh(tx).init is called for one worker, and it makes the states of all: call on_mesh "
+                "once, in a loop of your own. To init_state, make_train_step and audit.of give tx itself, "
+                "which they run on each worker. For the bytes of a trainer of your own: "
+                "audit.collectives(step.lower(...).compile(), workers.mesh)"
             )
         if checks.stands_in(params):
             return self.mapped.tx.init(params)
@@ -413,10 +414,17 @@ class _GlobalTransform:
         param_specs = self._param_specs(params)
         given, wanted = checks.shapes(updates), checks.shapes(params, workers.count)
         for path in {**wanted, **given}:
-            if given.get(path) != wanted.get(path):
+            shape, right = given.get(path), wanted.get(path)
+            if shape and right and shape[1:] == right[1:] and shape != right:
                 raise ValueError(
-                    f"the gradient of {path or 'the parameters'} has shape {given.get(path)}, and not "
-                    f"{wanted.get(path)}, a gradient for each of {workers.count} workers: take gradients "
+                    f"the gradient of {path or 'the parameters'} has shape {shape}, of {shape[0]} workers, "
+                    f"and on_mesh was given {workers.count}: give one lioncub_jax.Workers to the "
+                    "optimizer, on_mesh and worker_value_and_grad"
+                )
+            if shape != right:
+                raise ValueError(
+                    f"the gradient of {path or 'the parameters'} has shape {shape}, and not {right}, a "
+                    f"gradient for each of {workers.count} workers: take gradients "
                     "with lioncub_jax.worker_value_and_grad(loss, workers), which returns one for each "
                     "worker, and hand them to update as they are. Of other transforms on_mesh is the "
                     "outermost: chains, clipping and optax.MultiSteps go inside"

@@ -13,7 +13,7 @@ from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import flax_in_use
 from lioncub_jax.training import loss as losses
-from lioncub_jax.training.kinds import Kind, Kinds, Loss
+from lioncub_jax.training.kinds import Kind, Kinds, Loss, classify_outputs
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -159,6 +159,7 @@ def value_and_grad(
         before, structure = jax.tree.flatten(rest)  # nnx writes into what it merges
         replica = nnx.merge(graph, params, streams, rest)
         loss, aux = losses.loss_and_aux(loss_fn(replica, *given), has_aux)
+        classify_outputs(aux, aux_kinds)  # an error names what the loss returned
         after = split_module(replica)[3]
         losses.like_given(structure.unflatten(before), after)
         both = zip(before, jax.tree.leaves(after), strict=True)
