@@ -23,6 +23,7 @@ DOCUMENT = (PAGES / "trainer.md").read_text() + (PAGES / "pipeline.md").read_tex
 SHOWN = dict(re.findall(r"<!-- drop-in: (\w+) -->\n```diff\n(.*?)```", DOCUMENT, re.DOTALL))
 SNIPPETS = re.findall(r"<!-- snippet: (\w+) -->", DOCUMENT)
 STYLES = sorted(path.stem for path in TRAINERS.glob("*.py") if path.stem != "common")
+DIFFS = re.findall(r"<!-- snippet: (\w+) -->\n```diff", DOCUMENT)
 NEEDS = {"equinox_filter": "equinox", "haiku_rnn": "haiku", "keras_stateless": "keras"}
 WORKERS = {"data", "batch"}  # what the trainers call their axis
 STEPS, LEARNING_RATE = 20, 3e-3
@@ -102,13 +103,20 @@ def test_after_the_change_integers_alone_cross_the_workers_axis_and_it_learns(
     assert np.mean(losses[-3:]) < losses[0] - NOISE
 
 
-def run_snippet(name, changes):
+def side_of(diff, sign):
+    """The program before (``-``) or after (``+``) a diff that has all of its lines."""
+    lines = [line for line in diff.splitlines() if line[:1] in (" ", "", sign)]
+    return "\n".join(line[1:] for line in lines)
+
+
+def run_snippet(name, changes, sign="+"):
     """A snippet of the page for some steps, on a text in windows of nine bytes."""
     text = np.frombuffer(Path(re.__file__).read_bytes(), np.uint8).astype(np.int32)
     windows = np.lib.stride_tricks.sliding_window_view(text, 9)[:128]
     names, source = {"windows": windows}, block("how_to/trainer.md", f"snippet: {name}")
     for old, new in changes.items():
         source = re.sub(old, new, source)
+    source = side_of(source, sign) if source.startswith("+") else source
     exec(WORLD, names)
     exec(source, names)
     mesh = names["mesh"]
@@ -123,6 +131,9 @@ def run_snippet(name, changes):
 def test_a_snippet_learns_and_integers_alone_cross_the_workers_axis(name, optimizer):
     losses, found, state = run_snippet(name, {"lion_cub": optimizer})
     assert dtypes(crossing(found)) == {"u32"} and losses[-1] < losses[0] - NOISE
+    if name in DIFFS:
+        (first, *_), before, _ = run_snippet(name, {}, "-")
+        assert dtypes(crossing(before)) == {"f32"} and abs(losses[0] - first) < NOISE
     if (
         name == "linen_fsdp"
     ):  # momentum lies with its worker, cut as the parameters, and so does all else

@@ -155,7 +155,9 @@ def register_with_flax() -> None:
 
     def from_state_dict(flat: Flat, state: dict[str, Any]) -> Flat:
         if state["order"] != _checksum(flat.bucket):
-            raise ValueError(_OTHER_ORDER.format("saved chunks", "the state that they are read into"))
+            raise ValueError(
+                _OTHER_ORDER.format("saved chunks", "the state that they are read into")
+            )
         return dataclasses.replace(
             flat, value=serialization.from_state_dict(flat.value, state["value"])
         )
