@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from lioncub_jax.tools import plan as planner
-from lioncub_jax.tools.plan import evidence
+from lioncub_jax.tools.plan import evidence, report
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 STYLE = Path(__file__).parent / "pictures.mplstyle"
@@ -63,7 +63,7 @@ def by_network() -> dict[str, Any]:
         )
         at = [cluster_at(x, workers) for x in NETWORKS]
         plans = [planner.plan(SIZE, cluster, 1.0, tokens=tokens) for cluster in at]
-        means = [plan.rows[plan.use()].scheme.kind == "mean" for plan in plans]
+        means = [plan.verdict() in (report.HIDES, report.USE_MEAN) for plan in plans]
         title = f"{tokens:,} tokens a worker\nand step, {workers} workers"
         panels[title] = {"lines": lines(plans), "mean until": NETWORKS[means.index(False)]}
     return panels

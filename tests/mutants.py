@@ -801,8 +801,12 @@ MUTANTS = r"""
 + factors, relative = [], 0.0
 
 = a mean of 13 s is told to hide behind half a second
-- mean and most == 1 and mean.estimate.communication(share) <= self.compute
+- mean and most == 1 and mean.estimate.communication(least) <= self.compute
 + mean and most == 1
+
+= exchanges in each step are advised where workers are no faster than one
+- return min(self.cluster.num_workers - 1, LONG)
++ return LONG
 
 = a mean is taken never to overlap
 - overlaps = (0.0, 0.0 if self.cluster.on_cpu else 1.0)

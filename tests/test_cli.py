@@ -300,12 +300,13 @@ plan --model 1M --compute 1s --workers 8 => error: give --workers and --bandwidt
 plan --model 1M --compute 1s --bandwidth 1gbit => error: give --workers and --bandwidth, machines
 NAMED v5 => cluster 'v5': give one of v5e-8, v5e-256,
 plan --model 1M --cluster v5e-8 => no compute time
+plan --model 1M --cluster v5e-8 => devices of a worker reach; and give --tokens-per-worker, what ONE
 NAMED h100-64 --devices-per-worker 1 --inside-bandwidth 1tbit => --inside-bandwidth: it has no effect
 GIVEN --workers 0 => number '0': give a number above zero
 GIVEN --workers -3 => number '-3': give a number above zero
 GIVEN --workers 2.5 => number '2.5': give a whole number
 GIVEN --workers 1e308 => number '1e308': give a number above zero, of at most 1e+15
-QUIET => give --tokens-per-worker, what ONE worker sees in a step, its batch times the length
+QUIET => error: give --tokens-per-worker, what ONE worker sees in a step, its batch times the length
 GIVEN --tokens-per-worker 0.5 => number '0.5': give a whole number
 GIVEN --tokens-per-worker 31 => tokens=31: nobody measured less than one window of 32 tokens a worker
 GIVEN --memory 24 => size '24': unit '' is not one of b, kb, mb, gb, tb; give 500MB, 24GB or 1.5TB

@@ -110,19 +110,22 @@ def run(args: argparse.Namespace) -> int:
     measured = _measured(args.measured) if args.measured else None
     params = targets.shapes(args.model) if ":" in args.model else units.count(args.model)
     compute = args.compute or (measured and _compute(measured, planner.parameters_in(params)))
+    named = planner.cluster_named(args.cluster) if args.cluster else None
+    cluster = _cluster(args, named, measured)
+    missing = []
     if compute is None:
-        raise ValueError(
+        missing.append(
             "no compute time: without it every speedup would look better than it is; give --compute "
             "144ms, what a step takes on one worker; before there is a program, about 6 * parameters * "
             "tokens per worker / the FLOP/s that all devices of a worker reach"
         )
-    named = planner.cluster_named(args.cluster) if args.cluster else None
-    cluster = _cluster(args, named, measured)
     if args.tokens_per_worker is None:
-        raise ValueError(
-            "give --tokens-per-worker, what ONE worker sees in a step, its batch times the length: the "
-            "noise of its gradient decides more than the network does"
+        missing.append(
+            "give --tokens-per-worker, what ONE worker sees in a step, its batch times the length or the "
+            "patches of an image: the noise of its gradient decides more than the network does"
         )
+    if compute is None or missing:
+        raise ValueError("; and ".join(missing))
     plans = [
         planner.plan(
             params, cluster.at(rate), compute,

@@ -60,12 +60,13 @@ class Learned(NamedTuple):
     b2: float
     decay_over_adamw: float
 
-    def and_then(self, other: "Learned") -> "Learned":
-        """Returns this method with one more change, whose cost in tokens is taken to be the same."""
-        error = math.hypot(self.error / self.ratio, other.error / other.ratio)
-        ratio, runs = self.ratio * other.ratio, min(self.runs, other.runs)
-        rate = self.rate_over_adamw * other.rate_over_adamw
-        return self._replace(ratio=ratio, error=ratio * error, runs=runs, rate_over_adamw=rate)
+    def with_micro_steps(self, base: "Learned", micro: "Learned") -> "Learned":
+        """Returns this method with micro-steps, which cost it the tokens that they cost another."""
+        ratio = self.ratio * micro.ratio / base.ratio
+        error = ratio * math.hypot(self.error / self.ratio, micro.error / micro.ratio)
+        rate = self.rate_over_adamw * micro.rate_over_adamw / base.rate_over_adamw
+        runs = min(self.runs, micro.runs)
+        return self._replace(ratio=ratio, error=error, runs=runs, rate_over_adamw=rate)
 
 
 class Cell(NamedTuple):

@@ -16,17 +16,19 @@ from lioncub_jax.audit.units import bytes_text, rate_text, seconds_text
 from lioncub_jax.exchange.arguments import check_number
 from lioncub_jax.tools.plan import evidence
 from lioncub_jax.tools.plan.evidence import Found, Learned
-from lioncub_jax.tools.plan.methods import SCHEMES, Scheme, scheme_named
+from lioncub_jax.tools.plan.methods import BFLOAT16, SCHEMES, Scheme, scheme_named
 from lioncub_jax.tools.plan.model import MODEL, Cluster, Estimate, parameters_in, step_time
 
 TIES = "vote", "vote-2-bits"  # where workers who disagree are a tie
+TIED = "Votes of two workers, where each disagreement is a tie, were not measured."
+OWNER = "owner-adamw"  # what to try where nothing was measured
 NOT_MEASURED = "not measured"
 # Verdicts, which decide how the answer begins.
 NOTHING, LOCAL_STEPS, HIDES = "nothing", "local steps", "a mean hides"
 USE, MEASURE, USE_MEAN = "use", "measure first", "use a mean"
 WORTHWHILE = 1.05  # times faster; less is not enough to change how a model is trained
 ERRORS = 2  # standard errors on each side
-LONG = 4  # times as long as computing, which an exchange in each step may take
+LONG = 5  # times as long as computing, which an exchange in each step of many workers may take
 LOCAL_SHARE, LEAST_LOCAL = 0.1, 50  # of the time for exchanges, where workers take steps alone
 
 Corner = tuple[float, float]  # share of the link's rate, overlap of a mean
@@ -114,9 +116,10 @@ class Plan(NamedTuple):
         """Returns what `advice` begins with: one of the constants of this module."""
         if self.cluster.num_workers == 1 or not self.rows:
             return NOTHING
-        if self.too_slow():
+        least = self.least_exchange()
+        if least and self.exchange(least) > self.longest() * self.compute:
             return LOCAL_STEPS
-        if self.overlaps(min(self.cluster.shares())):
+        if self.hides():
             return HIDES
         other = self.first("ours", "peer")
         if not other and not self.first("mean"):
@@ -134,30 +137,33 @@ class Plan(NamedTuple):
     def mean(self) -> Row | None:
         """Returns the all-reduce of gradients that takes least; None if none fits."""
         means = [row for row in self.rows.values() if row.scheme.kind == "mean"]
-        return min(means, key=lambda row: row.estimate.communication(), default=None)
+        by_time = {(row.estimate.communication(), row.scheme.name): row for row in means}
+        return by_time[min(by_time)] if means else None
 
-    def too_slow(self) -> float:
-        """Returns how many times as long as computing the least exchange takes, if that is too long; or 0.
+    def exchange(self, row: Row) -> float:
+        """Returns the seconds in collectives of an exchange, in the middle of what may be."""
+        return row.estimate.communication(self.corners()[0][0])
 
-        Of two workers votes are not measured, and the least exchange is a mean.
+    def least_exchange(self) -> Row | None:
+        """Returns the method of the least exchange, of those that exchange in each step and reach the loss.
+
+        If none was seen to reach it, this is ``owner_adamw``; None if that does not fit.
         """
-        best, waits = max(self.cluster.shares()), self.cluster.link.latency
-        least = min(
-            (
-                row.estimate.communication(best) / row.accumulate
-                for row in self.rows.values()
-                if row.scheme.every == 1
-                and (self.cluster.num_workers > 2 or row.scheme.kind == "mean")
-            ),
-            default=0.0,
-        )
-        late = waits > self.compute and not self.cluster.measured
-        return least / self.compute if late or least > LONG * self.compute else 0.0
+        each = {n: row for n, row in self.rows.items() if row.scheme.every * row.accumulate == 1}
+        known = [row for row in each.values() if row.ratio() < math.inf]
+        return min(known, key=self.exchange, default=each.get(OWNER))
 
-    def overlaps(self, share: float) -> bool:
+    def longest(self) -> int:
+        """Returns how many times as long as computing an exchange in each step may take.
+
+        W workers whose exchange takes W - 1 times as long as computing are as fast as one.
+        """
+        return min(self.cluster.num_workers - 1, LONG)
+
+    def hides(self) -> bool:
         """Returns whether an all-reduce, which may overlap, takes no longer than computing."""
-        mean, (_, most) = self.mean(), self.corners()[-1]
-        return bool(mean and most == 1 and mean.estimate.communication(share) <= self.compute)
+        mean, (_, most), least = self.mean(), self.corners()[-1], min(self.cluster.shares())
+        return bool(mean and most == 1 and mean.estimate.communication(least) <= self.compute)
 
     def hides_from(self) -> float:
         """Returns the rate of links from which an all-reduce can hide behind computing; or infinity."""
@@ -169,11 +175,11 @@ class Plan(NamedTuple):
             rate = needs / min(self.cluster.at(rate).shares())
         return rate
 
-    def ceiling(self, name: str) -> float:
-        """Returns how many times as fast as the best mean a method may be if it learns like AdamW."""
+    def range_if_alike(self, name: str) -> tuple[float, float]:
+        """Returns `range_over_means` of a method that learns like AdamW."""
         alike = self.nearest.methods[evidence.REFERENCE]
         rows = {each: row._replace(learned=alike) for each, row in self.rows.items()}
-        return self._replace(rows=rows).range_over_means(name)[1]
+        return self._replace(rows=rows).range_over_means(name)
 
     def range_over_means(
         self, name: str, corners: list[Corner] | None = None, errors: float = ERRORS
@@ -263,9 +269,7 @@ def _accumulated(scheme: Scheme, learned: Learned, nearest: Found) -> dict[int, 
         if method == scheme.learns:
             measured[int(number)] = how
         elif base and math.inf not in (base.ratio, how.ratio):
-            rate = how.rate_over_adamw / base.rate_over_adamw
-            cost = how._replace(ratio=how.ratio / base.ratio, rate_over_adamw=rate)
-            there = learned.and_then(cost)
+            there = learned.with_micro_steps(base, how)
             assumed[int(number)] = max(there, assumed.get(int(number), there))
     return assumed | measured
 
@@ -283,7 +287,7 @@ def advice(plan: Plan) -> str:
       Sentences about the method that reaches the loss first, of this library or not. They may begin with
       "Do not use this" where nothing is ``WORTHWHILE`` times faster than an all-reduce of gradients, with
       "Measure first" where that depends on what is not known, and then name the one number to measure;
-      with "Take local steps" where even the least exchange takes longer than computing; with
+      with "Take local steps" where even the least exchange takes too long beside computing; with
       "Not measured" where the nearest setting is far away, and then name no method.
 
     Example:
@@ -315,12 +319,9 @@ def advice(plan: Plan) -> str:
             f"{row.code}. {rest}"
         )
     gains = (
-        f"{low} to {high} times as fast as the best all-reduce of gradients, "
-        f"{plan.rows[plan.first('mean')].code}."
+        f"{low} to {high} times as fast as the best all-reduce. This is "
+        f"{plan.rows[plan.first('mean')].code}.{_hides_from(plan)}"
     )
-    if plan.hides_from() < math.inf:
-        rate = rate_text(float(f"{plan.hides_from():.2g}"))
-        gains += f" From about {rate} that all-reduce can hide behind computing."
     if verdict == MEASURE:
         return f"Measure first: {where} {row.code} is {gains} {_what_to_measure(plan)} {rest}"
     return f"Use {row.code}: {where} it is {gains} {rest}"
@@ -332,6 +333,13 @@ def _link_text(plan: Plan) -> str:
     low, high = plan.cluster.shares()
     shares = "" if low == high == 1 else f", of which collectives reach {low:.0%} to {high:.0%},"
     return f"at {rate_text(plan.cluster.link.bandwidth)}{shares}"
+
+
+def _hides_from(plan: Plan) -> str:
+    if plan.hides_from() == math.inf:
+        return ""
+    rate = rate_text(float(f"{plan.hides_from():.2g}"))
+    return f" From about {rate} that all-reduce can hide behind computing."
 
 
 def _tuned(how: Learned) -> str:
@@ -376,16 +384,21 @@ def _what_to_measure(plan: Plan) -> str:
 
 
 def _local_steps(plan: Plan) -> str:
-    coded = scheme_named("diloco-32-coded")
+    coded, least, limit = scheme_named("diloco-32-coded"), plan.least_exchange(), plan.longest()
+    assert least
     whole = dataclasses.replace(plan.cluster, group_size=1)  # local steps have no two levels
     exchange = step_time(coded, plan.parameters, whole).communication(plan.corners()[0][0])
     steps = max(LEAST_LOCAL, exchange / (LOCAL_SHARE * plan.compute))
+    takes, workers = plan.exchange(least), plan.cluster.num_workers
+    why = "" if limit < workers - 1 else f", where {workers} workers are no faster than one"
+    tied = f"{TIED} " if workers == 2 else ""
     return (
-        f"Take local steps: {_link_text(plan)} the least exchange takes {digits(plan.too_slow())} times "
-        f"as long as computing. Let each worker take {digits(steps)} steps or more alone, by local_steps= "
-        "and baselines.diloco(bits=4), so that exchanges take a tenth of the time. So few exchanges were "
-        "not measured here; DiLoCo's paper, arXiv 2311.08105, has one in 500 steps. Compare the loss with "
-        "that of one machine."
+        f"Take local steps: {_link_text(plan)} the least exchange, of {least.code}, takes "
+        f"{seconds_text(takes)}. This is {digits(takes / plan.compute)} times as long as computing. The "
+        f"limit is {limit}{why}. {tied}Let each worker take {digits(steps)} steps or more alone, by "
+        "local_steps= and baselines.diloco(bits=4), so that exchanges take a tenth of the time. So few "
+        "exchanges were not measured here; DiLoCo's paper, arXiv 2311.08105, has one in 500 steps. Compare "
+        "the loss with that of one machine."
     )
 
 
@@ -395,39 +408,50 @@ def _hides(plan: Plan) -> str:
     takes = mean.estimate.communication(min(plan.cluster.shares()))
     unknown = f" Nobody ran {_asked(plan)}." if plan.nearest.distance == evidence.FAR else ""
     return (
-        f"Do not use this: {_link_text(plan)} an all-reduce of gradients in bfloat16 takes at most "
-        f"{seconds_text(float(f'{takes:.2g}'))} of a step of {seconds_text(plan.compute)}, and can hide "
-        "behind computing. Make it overlap (lioncub probe --step says how much does), or accumulate "
-        f"micro-steps.{unknown}"
+        f"Do not use this: {_link_text(plan)} {_of(mean)} can hide behind computing. It takes at most "
+        f"{seconds_text(float(f'{takes:.2g}'))} of a step of {seconds_text(plan.compute)}. Make it overlap "
+        f"(lioncub probe --step says how much does), or accumulate micro-steps.{unknown}"
     )
+
+
+def _of(mean: Row) -> str:
+    dtype = "bfloat16" if mean.scheme.name.endswith(BFLOAT16) else "float32"
+    return f"an all-reduce of gradients in {dtype}"
 
 
 def _far(plan: Plan) -> str:
     gains = {
-        name: plan.ceiling(name) for name, row in plan.rows.items() if row.scheme.kind == "ours"
+        name: plan.range_if_alike(name)
+        for name, row in plan.rows.items()
+        if row.scheme.kind == "ours"
     }
-    name = "owner-adamw" if "owner-adamw" in gains else next(iter(gains))
+    name = OWNER if OWNER in gains else next(iter(gains))
     code, cell, mean = plan.rows[name].code, plan.nearest.cell, plan.mean()
-    useless = max(gains.values()) < WORTHWHILE
-    words = "Do not use this: " if useless else "Not measured: "
-    words += f"nobody ran {_asked(plan)}. The nearest runs had {_cell(cell)}. "
+    useless = max(high for _, high in gains.values()) < WORTHWHILE
+    words = (
+        f"{'Do not use this' if useless else 'Not measured'}: nobody ran {_asked(plan)}. The nearest: "
+        f"{_runs(plan, plan.nearest.methods[evidence.REFERENCE])} For images a token is a patch. "
+    )
     if plan.tokens > cell.tokens and plan.data == cell.data:
         words += "With more tokens, methods that send less took more steps. "
     if not mean:
         return f"{words}No all-reduce of gradients fits a device, and {code} does."
+    low, high = map(digits, gains[name])
     words += (
-        f"If {code} learned like AdamW, {_link_text(plan)} it would be at most {digits(gains[name])} times "
-        "as fast as an all-reduce of gradients. "
+        f"Take {code} to learn like AdamW. Then {_link_text(plan)} it is {low} to {high} times as fast as "
+        f"{_of(mean)}."
     )
+    if plan.corners()[1] != plan.corners()[2]:
+        words += (
+            " The least is where that overlaps fully with computing, the most where it does not."
+        )
+    words += _hides_from(plan)
     if useless:
-        return words + "No method of this library could gain 5%."
-    words += (
-        f"Run {plan.rows.get(evidence.REFERENCE, mean).code} and {code} for some hundred steps, and "
-        "compare their losses after the same time."
+        return f"{words} No method of this library could gain 5%."
+    return (
+        f"{words} Run {plan.rows.get(evidence.REFERENCE, mean).code} and {code} for some hundred steps, "
+        "and compare their losses after the same time."
     )
-    if plan.overlaps(max(plan.cluster.shares())):
-        words += " An all-reduce may hide behind computing: let it overlap."
-    return words
 
 
 _WITHOUT_METHOD = {LOCAL_STEPS: _local_steps, HIDES: _hides, NOT_MEASURED: _far}
@@ -437,39 +461,36 @@ def _asked(plan: Plan) -> str:
     return f"{plan.tokens:,} tokens, {plan.cluster.num_workers:,} workers and data {plan.data}"
 
 
-def _cell(cell: evidence.Cell) -> str:
+def _runs(plan: Plan, how: Learned) -> str:
+    """Runs of a method in the nearest setting."""
+    cell, study = plan.nearest.cell, evidence.packaged().study
     return (
-        f"{cell.tokens:,} tokens a worker and step, {cell.num_workers} workers and data {cell.data}"
+        f"{cell.tokens:,} tokens a worker and step, {cell.num_workers} workers and data {cell.data}. These "
+        f"were runs of {'only ' * (how.steps < evidence.LONG_RUN)}{how.steps:,} steps of a "
+        f"{study['model']} of {how.parameters:,} parameters (yours has {plan.parameters:,}). The text was "
+        f"{study['dataset']}, with {how.runs} seed{'s' * (how.runs > 1)}, not on a GPU."
     )
 
 
 def _measured(plan: Plan, row: Row) -> str:
     """The runs behind an answer, and what is not as in them."""
-    (cell, distance, _), how, study = plan.nearest, row.learned, evidence.packaged().study
+    (cell, distance, methods), how, scheme = plan.nearest, row.learned, row.scheme
     assert how
     near = "" if distance == evidence.HERE else f" near {_asked(plan)}"
-    only, seeds = (
-        "only " * (how.steps < evidence.LONG_RUN),
-        f"{how.runs} seed{'s' * (how.runs > 1)}",
-    )
-    name = row.scheme.name
+    micro = f"{scheme.learns}-micro-{row.accumulate}"
     notes = {
-        "bfloat16 is assumed to learn like float32.": name != row.scheme.learns,
-        "Micro-steps are taken to cost it the most that they cost any method.": row.accumulate > 1
-        and f"{row.scheme.learns}-micro-{row.accumulate}" not in plan.nearest.methods,
-        "The rank is the same share of the width.": name.startswith("powersgd"),
-        "With more tokens votes and codes took more steps, so expect less.": plan.tokens
-        > cell.tokens,
-        "Votes of two workers, where each disagreement is a tie, were not measured.": (
-            plan.cluster.num_workers == 2
+        "bfloat16 is assumed to learn like float32.": scheme.name != scheme.learns,
+        "Micro-steps are taken to cost it the most that they cost any method.": (
+            row.accumulate > 1 and micro not in methods
         ),
+        "The rank is the same share of the width.": scheme.name.startswith("powersgd"),
+        "With more tokens votes and codes took more steps, so expect less.": (
+            plan.tokens > cell.tokens
+        ),
+        TIED: plan.cluster.num_workers == 2,
     }
-    runs = (
-        f"Measured{near}: {_cell(cell)}. These were runs of {only}{how.steps:,} steps of a "
-        f"{study['model']} of {how.parameters:,} parameters (yours has {plan.parameters:,}) on "
-        f"{study['dataset']}, {seeds}, not on a GPU."
-    )
-    return " ".join([runs, *(note for note, holds in notes.items() if holds)])
+    said = [note for note, holds in notes.items() if holds]
+    return " ".join([f"Measured{near}: {_runs(plan, how)}", *said])
 
 
 def digits(number: float) -> str:
