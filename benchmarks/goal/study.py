@@ -303,7 +303,10 @@ class Study:
         )
 
 
-OURS = {"owner-adamw": "`owner_adamw`", "owner-lion": "`owner_lion`", "vote": "`lion_cub`"}
+OURS = {
+    "owner-adamw": "`owner_adamw`", "owner-lion": "`owner_lion`",
+    "vote-2-bits": "`lion_cub` with 2 bits up", "vote": "`lion_cub`",
+}  # fmt: skip
 EXCHANGES = {
     "adamw-micro-4": "AdamW with 4 micro-steps", "vote-micro-4": "`lion_cub` with 4",
     "local-8-coded": "The mean of 8 local steps",
