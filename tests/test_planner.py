@@ -479,6 +479,17 @@ def test_the_rate_from_which_a_mean_hides_is_that_of_one_that_overlaps():
     assert plan.hides_from() == pytest.approx(rate)
     assert "From about 46 Gbit/s that all-reduce can hide behind computing." in report.advice(plan)
     on_cpu = plan._replace(cluster=dataclasses.replace(at, on_cpu=True))
+    tcp = [
+        planner.plan(124_000_000, Cluster(8, Link(x * 1e9)), 0.15, tokens=2048)
+        for x in (38, 50, 80)
+    ]
+    start = tcp[0].hides_from()
+    assert {one.hides_from() for one in tcp} == {start}
+    assert [one.verdict() == "a mean hides" for one in tcp] == [
+        False,
+        False,
+        True,
+    ] and 50e9 < start < 80e9
     assert on_cpu.hides_from() == math.inf  # XLA for CPUs overlaps nothing
 
 

@@ -162,16 +162,17 @@ class Plan(NamedTuple):
 
     def hides(self) -> bool:
         """Returns whether an all-reduce, which may overlap, takes no longer than computing."""
-        mean, (_, most), least = self.mean(), self.corners()[-1], min(self.cluster.shares())
-        return bool(mean and most == 1 and mean.estimate.communication(least) <= self.compute)
+        rate = self.hides_from()
+        return rate < math.inf and rate <= self.cluster.link.bandwidth
 
     def hides_from(self) -> float:
         """Returns the rate of links from which an all-reduce can hide behind computing; or infinity."""
         mean = self.mean()
         if not mean or mean.estimate.fixed >= self.compute or self.corners()[-1][1] < 1:
             return math.inf
-        rate = needs = mean.estimate.link_bits / (self.compute - mean.estimate.fixed)
-        for _ in range(2):  # the share depends on the rate
+        rate, needs = math.inf, mean.estimate.link_bits / (self.compute - mean.estimate.fixed)
+        # The share depends on the rate, and the fastest links may reach the least. So begin with those.
+        for _ in range(3):
             rate = needs / min(self.cluster.at(rate).shares())
         return rate
 
