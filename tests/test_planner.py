@@ -513,8 +513,8 @@ def test_beyond_what_was_measured_the_answer_is_what_to_run_and_what_it_can_gain
     most = mean.step(0.5, 0.8) / own.step(0.5, 0.8)
     assert plan.range_if_alike("owner-adamw") == pytest.approx((least, most))
     assert (
-        " Take owner_adamw(...) to learn like AdamW. Then at 1 Gbit/s, of which collectives reach 80% to "
-        f"95%, it is {least:.1f} to {most:.1f} times as fast as an all-reduce in bfloat16. "
+        " Assume that owner_adamw(...) learns like AdamW. Then at 1 Gbit/s, of which collectives reach "
+        f"80% to 95%, it is {least:.1f} to {most:.1f} times as fast as an all-reduce in bfloat16. "
         "The least is where that overlaps fully with computing, the most where it does not. From about "
     ) in words
     assert words.endswith(

@@ -438,8 +438,8 @@ def _far(plan: Plan) -> str:
     if not mean:
         return f"{words}No all-reduce of gradients fits a device, and {code} does."
     words += (
-        f"Take {code} to learn like AdamW. Then {_link_text(plan)} it is {_between(*gains[name])} times as "
-        f"fast as {_of(mean)}."
+        f"Assume that {code} learns like AdamW. Then {_link_text(plan)} it is "
+        f"{_between(*gains[name])} times as fast as {_of(mean)}."
     )
     if plan.corners()[1] != plan.corners()[2]:
         words += (
