@@ -801,8 +801,8 @@ MUTANTS = r"""
 + factors, relative = [], 0.0
 
 = a mean of 13 s is told to hide behind half a second
-- mean and most == 1 and mean.estimate.communication(least) <= self.compute
-+ mean and most == 1
+- return rate < math.inf and rate <= self.cluster.link.bandwidth
++ return rate < math.inf
 
 = exchanges in each step are advised where workers are no faster than one
 - return min(self.cluster.num_workers - 1, LONG)

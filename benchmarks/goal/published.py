@@ -17,7 +17,7 @@ from report import Rows
 
 from lioncub_jax.audit import units
 from lioncub_jax.tools import plan as planner
-from lioncub_jax.tools.plan.model import Estimate, published_shares
+from lioncub_jax.tools.plan.model import SHARES, Estimate
 
 RESULTS = Path(__file__).parents[1] / "results"
 ROWS, MEASURED = RESULTS / "published_times.jsonl", RESULTS / "measured.jsonl"
@@ -69,7 +69,7 @@ def shares_of_others(row: dict[str, Any]) -> list[float]:
     """A share for each other source of such links: what its means without overlap imply, or its own."""
     known = defaultdict(list)
     _, link = estimate(row)
-    for share in published_shares():
+    for share in SHARES:
         if share in link.known_shares() and source_of(share) != ASSUMED:
             known[source_of(share)].append(share["share"])
     for other in rows():
@@ -102,7 +102,7 @@ def factors(some: Rows) -> Errors:
 def shares() -> str:
     """The shares of nominal rates, by kind of network."""
     lines = []
-    for row in published_shares():
+    for row in SHARES:
         limit = units.rate_text(row["up_to"]) if row["up_to"] else ""
         lines.append([row["kind"], limit, f"{row['share']:.0%}", row["source"]])
     return report.markdown(["network", "up to", "share", "source"], lines)

@@ -7,11 +7,9 @@ memory, 50 us over TCP and data centre networks.
 """
 
 import functools
-import json
-from pathlib import Path
 from typing import NamedTuple
 
-from lioncub_jax.tools.plan.evidence import check_one_of
+from lioncub_jax.tools.plan.evidence import check_one_of, rows_of
 from lioncub_jax.tools.plan.model import Cluster, Link
 
 
@@ -38,7 +36,7 @@ def clusters() -> dict[str, NamedCluster]:
       8
     """
     named = {}
-    for name, row in json.loads(Path(__file__).with_name("clusters.json").read_text()).items():
+    for name, row in rows_of("clusters.json").items():
         about, source = row.pop("about"), row.pop("source")
         link, inside = Link(*row.pop("link")), row.pop("inside", None)
         cluster = Cluster(link=link, inside=Link(*inside) if inside else None, **row)

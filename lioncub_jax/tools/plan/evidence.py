@@ -173,6 +173,11 @@ def _ratio(a: float, b: float) -> float:
     return max(a / b, b / a)
 
 
+def rows_of(name: str) -> Any:
+    """Reads a JSON file that lies beside this module."""
+    return json.loads(Path(__file__).with_name(name).read_text())
+
+
 @functools.cache
 def packaged() -> Evidence:
     """Reads what comes with the library."""

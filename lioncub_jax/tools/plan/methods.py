@@ -7,11 +7,9 @@ and 4 w. Local steps keep a copy of the parameters. 1-bit Adam has 15 % of its r
 takes 15 to 25 %), which is 18.75 % of the steps to the loss: its row has the mean step.
 """
 
-import json
-from pathlib import Path
 from typing import NamedTuple
 
-from lioncub_jax.tools.plan.evidence import check_one_of
+from lioncub_jax.tools.plan.evidence import check_one_of, rows_of
 
 BFLOAT16 = "-bfloat16"
 
@@ -56,9 +54,7 @@ class Scheme(NamedTuple):
         return self.name.removesuffix(BFLOAT16)
 
 
-SCHEMES = tuple(
-    Scheme(**row) for row in json.loads(Path(__file__).with_name("methods.json").read_text())
-)
+SCHEMES = tuple(Scheme(**row) for row in rows_of("methods.json"))
 
 
 def scheme_named(name: str) -> Scheme:

@@ -10,18 +10,15 @@ are in bits per second, times in seconds.
 
 import bisect
 import dataclasses
-import functools
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
 from lioncub_jax.exchange.arguments import check_count, check_number
-from lioncub_jax.tools.plan.evidence import check_one_of
+from lioncub_jax.tools.plan.evidence import check_one_of, rows_of
 from lioncub_jax.tools.plan.methods import Scheme
 
 MODEL = 8  # bytes of a float32 parameter and its gradient
@@ -30,10 +27,8 @@ _PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
 EXACT = "exact"  # a link that reaches its rate
 
 
-@functools.cache
-def published_shares() -> list[dict[str, Any]]:
-    """Published shares of nominal rates, by kind of network, with their sources."""
-    return json.loads(Path(__file__).with_name("shares.json").read_text())
+SHARES: list[dict[str, Any]] = rows_of("shares.json")
+"""Published shares of nominal rates, by kind of network, with their sources."""
 
 
 def kinds() -> list[str]:
@@ -43,7 +38,7 @@ def kinds() -> list[str]:
       >>> kinds()[0]
       'tcp'
     """
-    return [*dict.fromkeys(row["kind"] for row in published_shares()), EXACT]
+    return [*dict.fromkeys(row["kind"] for row in SHARES), EXACT]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +85,8 @@ class Link:
         return min(known), max(known)
 
     def known_shares(self) -> list[dict[str, Any]]:
-        """Rows of `published_shares` of such links; none for an exact one."""
-        rows = [row for row in published_shares() if row["kind"] == self.kind]
+        """Rows of ``SHARES`` of such links; none for an exact one."""
+        rows = [row for row in SHARES if row["kind"] == self.kind]
         limits = [row["up_to"] or math.inf for row in rows]
         limit = min((limit for limit in limits if limit >= self.bandwidth), default=math.inf)
         return [row for row, its in zip(rows, limits, strict=True) if its == limit]

@@ -136,9 +136,11 @@ class Plan(NamedTuple):
 
     def mean(self) -> Row | None:
         """Returns the all-reduce of gradients that takes least; None if none fits."""
-        means = [row for row in self.rows.values() if row.scheme.kind == "mean"]
-        by_time = {(row.estimate.communication(), row.scheme.name): row for row in means}
-        return by_time[min(by_time)] if means else None
+        return min(
+            (row for row in self.rows.values() if row.scheme.kind == "mean"),
+            key=lambda row: (row.estimate.communication(), row.scheme.name),
+            default=None,
+        )
 
     def exchange(self, row: Row) -> float:
         """Returns the seconds in collectives of an exchange, in the middle of what may be."""
@@ -162,16 +164,17 @@ class Plan(NamedTuple):
 
     def hides(self) -> bool:
         """Returns whether an all-reduce, which may overlap, takes no longer than computing."""
-        mean, (_, most), least = self.mean(), self.corners()[-1], min(self.cluster.shares())
-        return bool(mean and most == 1 and mean.estimate.communication(least) <= self.compute)
+        rate = self.hides_from()
+        return rate < math.inf and rate <= self.cluster.link.bandwidth
 
     def hides_from(self) -> float:
         """Returns the rate of links from which an all-reduce can hide behind computing; or infinity."""
         mean = self.mean()
         if not mean or mean.estimate.fixed >= self.compute or self.corners()[-1][1] < 1:
             return math.inf
-        rate = needs = mean.estimate.link_bits / (self.compute - mean.estimate.fixed)
-        for _ in range(2):  # the share depends on the rate
+        rate, needs = math.inf, mean.estimate.link_bits / (self.compute - mean.estimate.fixed)
+        # The share depends on the rate, and the fastest links may reach the least. So begin with those.
+        for _ in range(3):
             rate = needs / min(self.cluster.at(rate).shares())
         return rate
 
@@ -261,17 +264,15 @@ def plan(
 
 def _accumulated(scheme: Scheme, learned: Learned, nearest: Found) -> dict[int, Learned]:
     """Learning of a method with more micro-steps: as measured, or with the most that they cost any."""
-    measured: dict[int, Learned] = {}
-    assumed: dict[int, Learned] = {}
-    for name, how in nearest.methods.items():
+    most: dict[int, Learned] = {}
+    for name, micro in nearest.methods.items():
         method, _, number = name.rpartition("-micro-")
         base = nearest.methods.get(method)
-        if method == scheme.learns:
-            measured[int(number)] = how
-        elif base and math.inf not in (base.ratio, how.ratio):
-            there = learned.with_micro_steps(base, how)
-            assumed[int(number)] = max(there, assumed.get(int(number), there))
-    return assumed | measured
+        if base and math.inf not in (base.ratio, micro.ratio):
+            there = learned.with_micro_steps(base, micro)
+            most[int(number)] = max(there, most.get(int(number), there))
+    own = f"{scheme.learns}-micro-"
+    return {n: nearest.methods.get(f"{own}{n}", assumed) for n, assumed in most.items()}
 
 
 # --- In words
@@ -311,15 +312,15 @@ def advice(plan: Plan) -> str:
         return f"Use {row.code}: no all-reduce of gradients fits a device. {rest}"
     if not other:
         return f"Use {row.code}: no other method was seen to reach the loss. {rest}"
-    low, high = map(digits, plan.range_over_means(other))
+    low, high = plan.range_over_means(other)
     if verdict == USE_MEAN:
         return (
             f"Do not use this: {where} no method is {WORTHWHILE} times faster than an all-reduce of "
-            f"gradients. {plan.rows[other].code}, the best other, is at most {high} times as fast. Use "
-            f"{row.code}. {rest}"
+            f"gradients. {plan.rows[other].code}, the best other, is at most {digits(high)} times as "
+            f"fast. Use {row.code}. {rest}"
         )
     gains = (
-        f"{low} to {high} times as fast as the best all-reduce. This is "
+        f"{_between(low, high)} times as fast as the best all-reduce. This is "
         f"{plan.rows[plan.first('mean')].code}.{_hides_from(plan)}"
     )
     if verdict == MEASURE:
@@ -416,7 +417,7 @@ def _hides(plan: Plan) -> str:
 
 def _of(mean: Row) -> str:
     dtype = "bfloat16" if mean.scheme.name.endswith(BFLOAT16) else "float32"
-    return f"an all-reduce of gradients in {dtype}"
+    return f"an all-reduce in {dtype}"
 
 
 def _far(plan: Plan) -> str:
@@ -436,10 +437,9 @@ def _far(plan: Plan) -> str:
         words += "With more tokens, methods that send less took more steps. "
     if not mean:
         return f"{words}No all-reduce of gradients fits a device, and {code} does."
-    low, high = map(digits, gains[name])
     words += (
-        f"Take {code} to learn like AdamW. Then {_link_text(plan)} it is {low} to {high} times as fast as "
-        f"{_of(mean)}."
+        f"Assume that {code} learns like AdamW. Then {_link_text(plan)} it is "
+        f"{_between(*gains[name])} times as fast as {_of(mean)}."
     )
     if plan.corners()[1] != plan.corners()[2]:
         words += (
@@ -491,6 +491,11 @@ def _measured(plan: Plan, row: Row) -> str:
     }
     said = [note for note, holds in notes.items() if holds]
     return " ".join([f"Measured{near}: {_runs(plan, how)}", *said])
+
+
+def _between(low: float, high: float) -> str:
+    least, most = digits(low), digits(high)
+    return f"{least} to {most}" if least != most else f"about {most}"
 
 
 def digits(number: float) -> str:
