@@ -82,11 +82,11 @@ MUTANTS = r"""
 - sizes[first:][:size]
 + sizes[:size]
 
+# exchange/pieces.py: sharding accounting optimizer contract
 = a leaf in shards has the scale of one shard
 - float(s.size) * bucket.num_shards
 + float(s.size)
 
-# exchange/pieces.py: sharding accounting optimizer contract
 = a device with a NaN abstains, and others of its worker vote
 - ~axes.any_over_shards(abstains, plan.axis)
 + ~abstains
