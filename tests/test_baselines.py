@@ -287,7 +287,7 @@ def test_a_group_sends_its_mean_as_one_worker():
     rng = np.random.default_rng(0)
     means = 2.0 * rng.integers(-2000, 2000, (2, 3, 32, 128)).astype(np.float32) + 1
     means[1] *= 2
-    off = rng.integers(-3, 4, means.shape)
+    off = rng.integers(-3, 4, means.shape).astype(np.float32)
     grouped = np.stack([means + off, means - off], 2).reshape(2, 6, 32, 128)
     ends = []
     for sizes, group, own in [("data=3 gpu=2", "gpu", grouped), ("data=3", None, means)]:
