@@ -61,7 +61,7 @@ class Pooled(NamedTuple):
             contrast = np.array([(name == one) - float(name == other) for name in names])
             share = max(contrast @ self.covariance @ contrast, 0)
             error = float(stats.t.ppf(0.975, self.freedom) * self.std * share**0.5)
-        return Difference(self.means[one] - self.means[other], error)
+        return Difference(round(self.means[one] - self.means[other], 9), error)
 
 
 def pooled(values: Mapping[str, Mapping[int, float]]) -> Pooled:
@@ -79,6 +79,7 @@ def pooled(values: Mapping[str, Mapping[int, float]]) -> Pooled:
     freedom = len(runs) - int(rank)
     std = float(np.sqrt(np.sum((x - design @ fitted) ** 2) / freedom)) if freedom else None
     middle = float(np.mean([0.0, *fitted[len(methods) :]])) if len(seeds) else 0.0
-    means = {method: float(fitted[n]) + middle for n, method in enumerate(methods)}
+    # Losses have four digits, so a mean may lie between two of three: rounded alike by every numpy.
+    means = {method: round(float(fitted[n]) + middle, 9) for n, method in enumerate(methods)}
     covariance = np.linalg.pinv(design.T @ design)[: len(methods), : len(methods)]
     return Pooled(std, freedom, means, covariance)
