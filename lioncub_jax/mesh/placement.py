@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.mesh import axes as mesh_axes
 from lioncub_jax.mesh.axes import Axes, AxisName
+from lioncub_jax.mesh.border import joined_at_border
 from lioncub_jax.mesh.specs import (
     Specs,
     by_type,
@@ -213,14 +214,19 @@ class Workers:
         if hidden:
             fn = _constrained(fn, restrict(out_specs, hidden))
         of_args, of_results = restrict((in_specs, out_specs), self.axes)
-        mapped = jax.shard_map(
-            fn,
+        over = partial(
+            jax.shard_map,
             mesh=None if shows else self.mesh,
-            in_specs=of_args,
             out_specs=of_results,
             axis_names=set(self.axes),
             check_vma=typed,
         )
+        # XLA for TPU would keep joined arrays, in bfloat16.
+        device = self.mesh.abstract_mesh.abstract_device
+        if self.inner or (device is not None and device.platform == "tpu"):
+            mapped = over(fn, in_specs=of_args)
+        else:
+            mapped = joined_at_border(over, fn, of_args)
         if self.inner or not typed:
             # JAX 0.10.2 cannot run a partly manual one eagerly.
             mapped = jax.jit(mapped)
