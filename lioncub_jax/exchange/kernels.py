@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lioncub_jax.mesh import axes
+
 LANES = 128
 SUBLANES = 8
 BLOCK = 32  # rows, one bit of a word each
@@ -32,8 +34,7 @@ _BLOCKS = (
 
 def for_tpu() -> bool:
     """True where a program of TPUs is traced."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and device.platform == "tpu"
+    return axes.platform(jax.sharding.get_abstract_mesh()) == "tpu"
 
 
 def pack_tiles(codes: jax.Array, p: int, *, interpret: bool = False) -> list[jax.Array]:

@@ -222,8 +222,7 @@ class Workers:
             check_vma=typed,
         )
         # XLA for TPU would keep joined arrays, in bfloat16.
-        device = self.mesh.abstract_mesh.abstract_device
-        if self.inner or (device is not None and device.platform == "tpu"):
+        if self.inner or mesh_axes.platform(self.mesh) == "tpu":
             mapped = over(fn, in_specs=of_args)
         else:
             mapped = joined_at_border(over, fn, of_args)
