@@ -73,9 +73,9 @@ def lines(plans: list[planner.Plan]) -> dict[str, list[float]]:
     """Times of AdamW by a float32 mean, of whichever other method is best, and of two of ours."""
     free = min(plans[0].rows[name].ratio() for name in ("lion", "adamw"))
     drawn = {"float32 AdamW": [plan.times(corner=ALONE)["adamw"] / free for plan in plans]}
-    if plans[0].first("peer"):
+    if plans[0].first("other"):
         drawn["best other method"] = [
-            next(iter(plan.times("peer", corner=ALONE).values())) / free for plan in plans
+            next(iter(plan.times("other", corner=ALONE).values())) / free for plan in plans
         ]
     for name, title in {"owner-adamw": "owner_adamw", "vote": "lion_cub"}.items():
         if name in plans[0].times():

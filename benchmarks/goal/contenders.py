@@ -23,7 +23,7 @@ import lioncub_jax as lc
 from goal.model import STEPS
 from lioncub_jax import baselines
 
-OURS, PEER = "ours", "peer"
+OURS, OTHER = "ours", "other"
 DECAYS = 0.1, 1.0  # decoupled, that tuning tries
 FOREVER = 2**30  # steps
 FULL, CODED = "in full precision", "in one bit"  # stages of 1-bit Adam
@@ -89,7 +89,7 @@ class Contender(NamedTuple):
 
     Attributes:
       code: how it is written in a program, without ``lioncub_jax.``.
-      side: "ours" or "peer".
+      side: "ours" or "other".
       source: the paper, or "ours".
       family: of which optimizer its rate and betas are.
       simulated: ``(Hyper, Schedule) -> Simulator``.
@@ -139,7 +139,7 @@ def mean_of(
 ) -> Contender:
     """An optimizer of the mean gradient."""
     return Contender(
-        code, PEER, source, family,
+        code, OTHER, source, family,
         lambda h, rate: reference_baselines.averaged(falling(direction(h), h, rate)),
         lambda h, rate, workers: Recipe(
             lc.global_gradients(falling(direction(h), h, rate), dtype, workers=workers)
@@ -174,7 +174,7 @@ def owned(
 def power(rank: int, bits: int | None = None) -> Contender:
     code = f"baselines.powersgd(optax.adamw(...), {rank}{'' if bits is None else f', {bits}'})"
     return Contender(
-        code, PEER if bits is None else OURS, "1905.13727", ADAM,
+        code, OTHER if bits is None else OURS, "1905.13727", ADAM,
         lambda h, rate: reference_power.powersgd(adamw(h, rate), rank, bits),
         lambda h, rate, workers: Recipe(
             baselines.powersgd(adamw(h, rate), rank, bits, workers=workers)
@@ -244,12 +244,12 @@ CONTENDERS: dict[str, Contender] = {
     "powersgd-4": power(4),
     "powersgd-16": power(16),
     "local-2": local_updates(
-        "global_gradients(optax.sgd(1.0))", PEER, "1805.09767", 2,
+        "global_gradients(optax.sgd(1.0))", OTHER, "1805.09767", 2,
         lambda: reference_baselines.averaged(MEAN),
         lambda workers: lc.global_gradients(MEAN, workers=workers),
     ),
     "one-bit-adam": Contender(
-        "baselines.one_bit_adam(...)", PEER, "2102.02888", ADAM,
+        "baselines.one_bit_adam(...)", OTHER, "2102.02888", ADAM,
         lambda h, rate: reference.optimizer(
             reference_adam.one_bit_adam(h.b1, h.b2, warmup=warmup_of(rate)), rate, h.decay
         ),
@@ -309,7 +309,7 @@ TWO_BITS = voted(
 )
 
 BFLOAT16 = Contender(
-    "global_gradients(optax.adamw(...), 'bfloat16')", PEER, "1711.05101", ADAM,
+    "global_gradients(optax.adamw(...), 'bfloat16')", OTHER, "1711.05101", ADAM,
     lambda h, rate: averaged_in_bfloat16(adamw(h, rate)),
     lambda h, rate, workers: Recipe(
         lc.global_gradients(adamw(h, rate), "bfloat16", workers=workers)

@@ -142,11 +142,11 @@ def first(times: dict[str, float], some: Iterable[str]) -> str:
 
 
 def speedup(times: dict[str, float]) -> tuple[str, str, float | None]:
-    """The best of ours, the best peer, and how many times faster ours is."""
-    own, peer = (first(times, (n for n in times if ours(n) == yes)) for yes in (True, False))
-    if WITHOUT in (own, peer):
-        return own, peer, None
-    return own, peer, rounded(times[peer] / times[own])
+    """The best of ours, the best of others, and how many times faster ours is."""
+    own, other = (first(times, (n for n in times if ours(n) == yes)) for yes in (True, False))
+    if WITHOUT in (own, other):
+        return own, other, None
+    return own, other, rounded(times[other] / times[own])
 
 
 def advised(packaged: Found, cell: Cell) -> tuple[str, float] | None:
@@ -248,15 +248,15 @@ def lab_cell(packaged: Found, cell: Cell, name: str) -> str:
 
 def speedups(packaged: Found) -> str:
     """A table of the first in each cell, and by how much."""
-    head = ["tokens a worker", "network", "best of ours", "best peer", "times faster", "limit"]
+    head = ["tokens a worker", "network", "best of ours", "best of others", "times faster", "limit"]
 
     def lines() -> Iterator[list[str]]:
         for cell in cells(packaged):
             took, bound = times(packaged, cell), limit(packaged, cell)
-            own, peer, ratio = speedup(took)
-            best = "" if bound is None or peer not in took else f"{took[peer] / bound:.2f}"
+            own, other, ratio = speedup(took)
+            best = "" if bound is None or other not in took else f"{took[other] / bound:.2f}"
             yield [
-                f"{cell.tokens:,}", cell.network, own, peer, number(ratio, ".2f"), best,
+                f"{cell.tokens:,}", cell.network, own, other, number(ratio, ".2f"), best,
             ]  # fmt: skip
 
     return report.markdown(head, lines())
@@ -266,8 +266,8 @@ def sooner(packaged: Found) -> str:
     """How much sooner PyTorch is at the loss, in cells of the lab where it is first."""
     lines = []
     for cell in cells(packaged):
-        _, peer, ratio = speedup(times(packaged, cell))
-        if ratio and ratio < 1 and peer in TORCH:
+        _, other, ratio = speedup(times(packaged, cell))
+        if ratio and ratio < 1 and other in TORCH:
             lines.append(f"{cell.tokens:,} tokens, {cell.network}: {1 / ratio:.1f} times")
     page = "docs/reports/benchmarks.md#time-to-loss"
     return (

@@ -121,7 +121,7 @@ class Plan(NamedTuple):
             return LOCAL_STEPS
         if self.hides():
             return HIDES
-        other = self.first("ours", "peer")
+        other = self.first("ours", "other")
         if not other and not self.first("mean"):
             return NOT_MEASURED
         low, high = self.range_over_means(other) if other else (0.0, 0.0)
@@ -131,7 +131,7 @@ class Plan(NamedTuple):
         """Names the method to use, perhaps after a measurement; or "not measured"."""
         verdict = self.verdict()
         if verdict in (USE, MEASURE):
-            return self.first("ours", "peer")
+            return self.first("ours", "other")
         return (verdict in (USE_MEAN, HIDES) and self.first("mean")) or NOT_MEASURED
 
     def mean(self) -> Row | None:
@@ -305,7 +305,7 @@ def advice(plan: Plan) -> str:
     verdict, where = plan.verdict(), _link_text(plan)
     if verdict in _WITHOUT_METHOD:
         return _WITHOUT_METHOD[verdict](plan)
-    row, other = plan.rows[plan.use()], plan.first("ours", "peer")
+    row, other = plan.rows[plan.use()], plan.first("ours", "other")
     assert row.learned
     rest = f"{_rival(plan)}{_tuned(row.learned)} {_measured(plan, row)}"
     if not plan.first("mean"):
@@ -354,7 +354,7 @@ def _tuned(how: Learned) -> str:
 
 
 def _rival(plan: Plan) -> str:
-    """The best of the other kind, beside a method that is ours or a peer."""
+    """The best of the other kind, beside a method that is ours or of others."""
     times, name = plan.times(), plan.use()
     kind = plan.rows[name].scheme.kind
     others = [other for other in times if plan.rows[other].scheme.kind not in (kind, "mean")]
