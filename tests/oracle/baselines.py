@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from oracle.coding import Votes, buffer_of, decoded_mean, levels, saturate, whole
+from oracle.coding import Votes, buffer_of, decoded_mean, levels, saturate, total, whole
 from oracle.lion import errors, fed_back, simulator, takes_part, widest
 
 
@@ -33,7 +33,7 @@ def averaged(tx):
         return {"inner": tx.init(params)}
 
     def step(g, state, params, abstain):
-        mean = jax.tree.map(lambda g: (jnp.sum(_f32(g), axis=0) / len(g)).astype(g.dtype), g)
+        mean = jax.tree.map(lambda g: (total(_f32(g)) / len(g)).astype(g.dtype), g)
         updates, inner = tx.update(mean, state.inner, params)
         return updates, np.ones(len(abstain), bool), {"inner": inner}
 

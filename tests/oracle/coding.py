@@ -352,8 +352,12 @@ def decoded_mean(votes):
 
 def mean(x, number):
     """Of ``[W, ...]``, the first worker first, over so many workers."""
-    total = lax.fori_loop(1, len(x), lambda i, total: total + x[i], x[0])
-    return total * (1 / jnp.maximum(number, 1).astype(jnp.float32))
+    return total(x) * (1 / jnp.maximum(number, 1).astype(jnp.float32))
+
+
+def total(x):
+    """The sum of ``[W, ...]``, the first worker first: XLA's own takes a hundred times as long on a CPU."""
+    return lax.fori_loop(1, len(x), lambda i, total: total + x[i], x[0])
 
 
 def both_ways(codes, p, buffer, x, present, owner, t):

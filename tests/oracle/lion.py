@@ -43,6 +43,7 @@ from oracle.coding import (
     midrise,
     saturate,
     sign,
+    total,
     words,
 )
 
@@ -129,7 +130,7 @@ def widest(tree):
 
 def counted(votes, most, present):
     """The sum of the levels of each element, and of each row the largest that it could be."""
-    margin = jnp.sum(jnp.where(votes.here, votes.level, 0), axis=0)
+    margin = total(jnp.where(votes.here, votes.level, 0))
     # Whole levels have a zero, so whoever takes part votes on all rows.
     voters = votes.here if most % 1 else jnp.broadcast_to(present, votes.here.shape)
     return margin, most * jnp.sum(voters, axis=0)
@@ -153,9 +154,9 @@ def average(margin, reach, coins):
 def agreement(votes, real):
     """The share of pairs of two workers' votes that are alike, and how many pairs there are; 0 of 0."""
     n = jnp.sum(votes.here, axis=0) * real
-    total = jnp.sum(jnp.where(votes.here, jnp.sign(votes.level), 0), axis=0) * real
+    sums = total(jnp.where(votes.here, jnp.sign(votes.level), 0)) * real
     pairs = jnp.sum(n * (n - 1.0))
-    return (jnp.sum(total**2 - n) / jnp.maximum(pairs, 1) + 1) / 2 * (pairs > 0), pairs / 2
+    return (jnp.sum(sums**2 - n) / jnp.maximum(pairs, 1) + 1) / 2 * (pairs > 0), pairs / 2
 
 
 # --- One step of all workers
