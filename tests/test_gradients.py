@@ -381,6 +381,7 @@ REFUSED = [
     (kinds_of(None, X, WEIGHTS), "'x' is an array of shape (12, 6) ... in_kinds= ... one argument"),
     (kinds_of((SPLIT, None), X, {"c": WEIGHTS}), "'weights'['c'] is an array"),
     (of_workers(plain, {"x": X, "key": RAW}), "'x'['key'] looks like a raw random key"),
+    (kinds_of(None, X, RAW), "'weights' looks like a raw random key ... FOLDED_KEY"),
     (lambda: lc.training.place({"w": X}, workers_of()), "give a flax.nnx.Module, or the variables"),
     (lambda: lc.training.for_evaluation({"w": X}, workers_of()), "give a flax.nnx.Module"),
     (
@@ -433,6 +434,14 @@ def test_a_key_that_the_loss_closes_over_is_warned_of():
         grad_of(lambda params, batch: plain(params, batch) * jax.random.normal(key))
     with pytest.warns(UserWarning, match="closes over the random key 'scale'"):
         grad_of(functools.partial(weighted, scale=jax.random.PRNGKey(0)))
+    with pytest.warns(
+        UserWarning, match=in_order("'key' ... is SHARED: all workers ... FOLDED_KEY")
+    ):
+        grad_of(dropped, in_kinds=(SPLIT, SHARED))(PARAMS, X, RAW)
+
+
+def dropped(params, x, key):
+    return plain(params, x * jax.random.bernoulli(key, 0.5, x.shape))
 
 
 # --- Under pmap types do not tell

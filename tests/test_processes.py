@@ -334,6 +334,19 @@ def differ(folder):
     with pytest.raises(ValueError, match="devices of the mesh of the step differ: processes 0, 1"):
         x = jax.ShapeDtypeStruct((2,), int, sharding=NamedSharding(turned.mesh, P()))
         lc.mesh.check_same_step(jax.jit(jnp.sin).lower(1.0), x=x)
+    # A loop of one's own begins with arrays of each process, or of all.
+    step, whole = jax.jit(jnp.sin).lower(1.0), workers.shardings(P())
+    alike = {"w": jnp.ones(3), "key": jax.random.split(jax.random.key(0))}
+    lc.mesh.check_same_step(step, params=alike, none=jnp.zeros((0, 3)), of_host=np.ones(2))
+    for x in (
+        jnp.full(4, float(last)),
+        np.full(4, last),
+        jax.random.split(jax.random.key(last)),
+        jax.make_array_from_process_local_data(whole, np.full(4, last)),
+    ):
+        told = r"^values of the step differ: processes 0, 1. .*`params\['v'\], checksum .* one seed"
+        with pytest.raises(ValueError, match=told):
+            lc.mesh.check_same_step(step, params={**alike, "v": x})
     with jax.enable_x64(last):
         assert processes.gathered_json(jax.process_index()) == [0, 1]
     state = {"step": 0, "params": lc.init_state(tx, params, workers).params, "number": float(last)}

@@ -153,8 +153,9 @@ def check_copies_equal(
         raise ValueError(
             f"save(state): parameters differ between devices {one} and {other}, {name}, and a "
             "checkpoint would keep one copy of them. Workers that start from the same and take the agreed "
-            "update never differ: take jax.shard_map with check_vma=True, which finds what does, and go "
-            "on from one copy, jax.device_put(np.asarray(x), x.sharding)"
+            "update never differ. If hosts began with other parameters, give them one seed or checkpoint; "
+            "a shard_map of yours needs check_vma=True, which finds what differs. Go on from one copy, "
+            "jax.device_put(np.asarray(x), x.sharding)"
         )
     raise ValueError(
         f"save(state): {name} is labelled one value and differs between devices {one} and "

@@ -29,6 +29,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
+from lioncub_jax.mesh.checksum import checksum
 from lioncub_jax.mesh.placement import Workers, device_ids
 from lioncub_jax.mesh.specs import axes_of, product
 
@@ -252,17 +253,18 @@ def crc(x: Any) -> int:
 def check_same_step(lowered: jax.stages.Lowered, **arguments: Any) -> None:
     """Compares a compiled step between processes, before they wait in it for each other.
 
-    Another ``bucket_size``, optimizer or version on one host ends in a hang, and another learning rate in
-    two models. Steps of ``make_train_step`` compare themselves in their first call. A training loop of your
-    own calls this in every process, once, in front of the first step; all of them raise or none. Checksums
-    travel: of versions, of the types of the arguments, of the values of replicated scalars among
-    them, such as injected rates, and of the program without names and places in files. Where one differs,
-    up to 200 characters of the first line that does travel too, for the error. Host callbacks are part of a
-    program: give all processes the same.
+    Another ``bucket_size``, optimizer or version on one host ends in a hang, and another learning rate or
+    seed in two models. Steps of ``make_train_step`` compare themselves in their first call, and
+    ``init_state`` the parameters. A training loop of your own calls this in every process, once, in front
+    of the first step; all of them raise or none. Checksums travel: of versions, of the types of the
+    arguments, of values that all processes share among them, such as parameters and injected rates, and of
+    the program without names and places in files. Where one differs, up to 200 characters of the first line
+    that does travel too, for the error. Host callbacks are part of a program: give all processes the same.
 
     Args:
       lowered: ``jax.jit(step).lower(...)``.
-      arguments: global ones of the step, trees of arrays, by name.
+      arguments: of the step, trees of arrays, by name. Values are compared of arrays of this process, which
+        must be the same in all, and of global ones that are replicated.
 
     Raises:
       ValueError: where something differs: in which process, and what is the first of it.
@@ -276,9 +278,30 @@ def check_same_step(lowered: jax.stages.Lowered, **arguments: Any) -> None:
     """
     if jax.process_count() == 1:
         return
+    check_same_program(lowered, arguments)
+    values = []
+    for name, x in _by_name(arguments).items():
+        if isinstance(x, jax.ShapeDtypeStruct):
+            continue
+        x = jnp.asarray(key_words(x))
+        if x.is_fully_addressable or x.is_fully_replicated:
+            own = x if x.is_fully_addressable else x.addressable_data(0)
+            values.append(f"{name}, checksum {np.asarray(_checksum(own)).tolist()}")
+    _check_same_lines({"values": values}, "Give each process one seed, or read the same checkpoint")
+
+
+_checksum = jax.jit(checksum)
+
+
+def _by_name(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The leaves of arguments, by name and path."""
     paths = jax.tree_util.tree_leaves_with_path(arguments)
-    leaves = {f"{path[0].key}{jax.tree_util.keystr(path[1:])}": x for path, x in paths}
-    scalars = {}
+    return {f"{path[0].key}{jax.tree_util.keystr(path[1:])}": x for path, x in paths}
+
+
+def check_same_program(lowered: jax.stages.Lowered, arguments: dict[str, Any]) -> None:
+    """Compares all but the values of arrays, as `check_same_step`; the arguments are global."""
+    leaves, scalars = _by_name(arguments), {}
     for name, x in leaves.items():
         if jnp.ndim(x) == 0 and (not isinstance(x, jax.Array) or x.is_fully_replicated):
             scalars[name] = x
@@ -293,10 +316,11 @@ def check_same_step(lowered: jax.stages.Lowered, **arguments: Any) -> None:
         "scalars": [f"{name} = {np.asarray(key_words(x)).tolist()}" for name, x in scalars.items()],
         "collectives": [f"{x[1]} {x[2] or ''}" for x in collectives],
         "lines of the program": program,
-    })  # fmt: skip
+    }, "Run the same code with the same arguments (optimizer, bucket_size, rates) and versions on each "
+    "host; what is each host's own belongs in the batch")  # fmt: skip
 
 
-def _check_same_lines(parts: dict[str, list[str]]) -> None:
+def _check_same_lines(parts: dict[str, list[str]], cure: str) -> None:
     """Raises ``ValueError`` for the first part that is not the same in all processes."""
     sums = [zlib.crc32("\n".join(lines).encode()) for lines in parts.values()]
     # Of one size, whatever the processes run.
@@ -310,8 +334,7 @@ def _check_same_lines(parts: dict[str, list[str]]) -> None:
         first = gathered_json(lines[at].strip()[:200] if at < len(lines) else "nothing more")
         raise ValueError(
             f"{name} of the step differ: {who}. Process {usual} has `{first[usual]}`, process {odd} has "
-            f"`{first[odd]}`. Run the same code with the same arguments (optimizer, bucket_size, rates) "
-            "and versions on each host; what is each host's own belongs in the batch"
+            f"`{first[odd]}`. {cure}"
         )
 
 

@@ -104,9 +104,9 @@ def worker_value_and_grad(
         batch with unlike rows, and for an ``nnx.Module`` whose batch statistics are of one worker.
 
     Warns:
-      UserWarning: for a loss that closes over a random key, which all workers would share; when traced,
-        for a floating number without a kind beside a whole one in ``aux``: a ratio of the two is too small
-        by the number of workers.
+      UserWarning: for a loss that closes over a random key, which all workers would share; when traced, for
+        a raw key that is ``SHARED``, and for a floating number without a kind beside a whole one in
+        ``aux``: a ratio of the two is too small by the number of workers.
 
     Example:
       Class weights go whole to each worker:

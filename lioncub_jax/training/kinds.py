@@ -65,8 +65,8 @@ def is_raw_key(x: Any) -> bool:
 
 
 def default_kinds(args: tuple[Any, ...]) -> tuple[Kind | None, ...]:
-    """Kinds of arguments where none are given: the first is split if no other has arrays."""
-    arrays = [any(jnp.ndim(x) for x in jax.tree.leaves(arg)) for arg in args]
+    """Kinds of arguments where none are given: the first is split if no other has arrays but keys."""
+    arrays = [any(jnp.ndim(x) and not is_raw_key(x) for x in jax.tree.leaves(arg)) for arg in args]
     return tuple(Kind.SPLIT if i == 0 and sum(arrays) == 1 else None for i in range(len(args)))
 
 
@@ -220,6 +220,13 @@ def _classify(where: str, x: Any, kind: Kind | None) -> Kind:
     checked_array(where, x)
     if kind is Kind.FOLDED_KEY and not (is_key(x) or is_raw_key(x)):
         raise ValueError(f"{where} is FOLDED_KEY, and no random key: give jax.random.key(seed)")
+    if kind is Kind.SHARED and is_raw_key(x):
+        warnings.warn(
+            f"{where} looks like a raw random key and is SHARED: all workers would draw the same, such as "
+            "one dropout mask. Give lioncub_jax.Kind.FOLDED_KEY; a key for all as jax.random.key(seed), "
+            "two numbers as int32",
+            stacklevel=2,
+        )
     if kind not in (None, Kind.SPLIT):
         return kind  # type: ignore[return-value]
     if jnp.ndim(x) == 0:

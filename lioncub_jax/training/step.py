@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax.exchange.arguments import check_count
 from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh import axes
-from lioncub_jax.mesh.hosts import Batches, Waits, check_same_step, together
+from lioncub_jax.mesh.hosts import Batches, Waits, check_same_program, together
 from lioncub_jax.mesh.placement import (
     Workers,
     check_alive,
@@ -120,7 +120,7 @@ class TrainStep:
         arguments = self._arguments(state, batch)
         if not self._in_flight and self._batches.shared:
             traced = together("the step was not traced", partial(self._jitted.lower, *arguments))
-            check_same_step(traced, state=state, batch=arguments[1])
+            check_same_program(traced, {"state": state, "batch": arguments[1]})
             self._waits = Waits()
         state, metrics = self._jitted(*arguments)
         # XLA's CPU collectives deadlock where dozens of steps are in flight; eight cost nothing.
