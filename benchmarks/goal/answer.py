@@ -125,7 +125,11 @@ def _answer(plan: Plan) -> str:
         return f"an all-reduce{' in bfloat16' if scheme.learns != scheme.name else ''}"
     low, high = plan.range_over_means(plan.use())
     first = "measure first: " if plan.verdict() == MEASURE else ""
-    return f"{first}`{plan.rows[plan.use()].code}`, {low:.2g} to {high:.2g}"
+    code = f"`{plan.rows[plan.use()].code}`"
+    if scheme.every > 1:  # the outer optimizer says it
+        outer = code.partition("(..., ")[2].partition(", local_steps")[0]
+        code = f"`{outer}` with {scheme.every} local steps"
+    return f"{first}{code}, {low:.2g} to {high:.2g}"
 
 
 def _from_to(numbers: Collection[float], form: str = "") -> str:

@@ -260,8 +260,10 @@ class Study:
         losses = self.cell(NOISY).pooled.means if self.cell(NOISY).losses else {}
         ranks = [name for name in lengths.POWERSGD if name in losses]
         best = min(ranks, key=losses.__getitem__, default="")
-        peer = {best: f"PowerSGD of rank {best.removeprefix('powersgd-')}"}
-        text = self.by_method(OURS | peer)
+        others = {
+            best: f"PowerSGD of rank {best.removeprefix('powersgd-')}", "one-bit-adam": "1-bit Adam"
+        }  # fmt: skip
+        text = self.by_method(OURS | others)
         return (
             f"**1,024 steps, and float32 AdamW.**{text}"
             if best and set(OURS) <= set(losses)
@@ -308,13 +310,16 @@ OURS = {
     "vote-2-bits": "`lion_cub` with 2 bits up", "vote": "`lion_cub`",
 }  # fmt: skip
 EXCHANGES = {
-    "adamw-micro-4": "AdamW with 4 micro-steps", "vote-micro-4": "`lion_cub` with 4",
-    "local-8-coded": "The mean of 8 local steps",
+    "adamw-micro-4": "AdamW with 4 micro-steps", "adamw-micro-16": "With 16",
+    "vote-micro-4": "`lion_cub` with 4", "vote-micro-16": "With 16",
+    "local-8-coded": "The mean of 8 local steps of AdamW in codes",
+    "diloco-32-coded-6": "DiLoCo in codes with 32",
 }  # fmt: skip
 REMEDIES = {
     "vote-alike": "At Lion's rate", "vote-2": "Then with 2 bits up",
     "vote-sync-64": "With a sync every 64 steps", "vote-sync-coded": "With syncs in codes",
-    "vote-tie-0": "With ties that are 0", "vote-4": "With 4 bits up", "owner-lion": "`owner_lion`",
+    "vote-tie-0": "With ties that are 0", "vote-4": "With 4 bits up",
+    "vote-mean": "With the mean of the signs", "owner-lion": "`owner_lion`",
 }  # fmt: skip
 PARTS = {
     "1024": "1,024 steps", "reason": "why votes are behind Lion",
