@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 WITHOUT = "nobody"  # the first where no method gets there
 Found = dict[str, Any]  # what the packaged file holds
 PAGES = {
-    "README.md": ("answer", "sooner"),
+    "README.md": ("answer", "losses", "sooner"),
     "docs/how_to/planner.md": (),
     "docs/explain/planner.md": ("shares", "published", "measured"),
     "docs/how_to/choose.md": ("what to use",),
