@@ -1,8 +1,8 @@
 """Many workers on one device: a study of methods needs no mesh.
 
-Each worker's gradient is computed by ``vmap`` over a leading axis of workers, and `lion` does the rest:
-what a step of `make_train_step` would do on as many devices, with the same keys and the same rule for a
-loss that is not finite. Where the gradients are the same, so are the parameters, bit for bit.
+Workers compute their gradients one after the other, each within the caches, and `lion` does the rest: what
+a step of `make_train_step` would do on as many devices, with the same keys and the same rule for a loss
+that is not finite. Where the gradients are the same, so are the parameters, bit for bit.
 """
 
 from typing import Any, NamedTuple
@@ -75,10 +75,10 @@ def step(loss_fn, simulator, run, batch, local_steps=1, local=None):
         return jnp.mean(losses), jax.tree.map(jnp.subtract, run.params, after), state
 
     if local is None:
-        losses, grads = jax.vmap(grad, in_axes=(None, 0, 0))(run.params, batch, keys)
+        losses, grads = lax.map(lambda own: grad(run.params, *own), (batch, keys))
         abstain, own = ~jnp.isfinite(losses), run.local_state
     else:
-        losses, grads, own = jax.vmap(differences)(run.local_state, batch, keys)
+        losses, grads, own = lax.map(lambda own: differences(*own), (run.local_state, batch, keys))
         abstain = ~jnp.isfinite(losses)
         for x in jax.tree.leaves(grads):
             abstain |= ~jnp.all(jnp.isfinite(x), axis=range(1, x.ndim))
