@@ -15,6 +15,7 @@ from conftest import AXIS, absent
 from goal import answer, choice, published
 
 import lioncub_jax as lc
+from lioncub_jax.audit import units
 from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools.cli import output
 from lioncub_jax.tools.cli import plan as plan_command
@@ -432,6 +433,18 @@ def test_the_one_number_to_measure_is_the_one_that_narrows_most(known):
     )
     known(cell(32, 8, error=0.4))
     assert "Measure its steps to a loss" in to_loss(1e11, 10**7, 0.1, at=fast)[1]
+
+
+@pytest.mark.parametrize("prefix", ["k", "K", "m", "M", "g", "G", "t", "T"])
+def test_rates_are_read_in_the_letters_of_networks_where_they_are_clear(prefix):
+    bits = units.rate(f"2{prefix}bit")
+    assert [units.rate(f"2{prefix}{x}") for x in ("bps", "byte", "B", "B/s", "Bps")] == [
+        bits,
+        *[8 * bits] * 4,
+    ]
+    for text in (f"2{prefix}b", f"2{prefix}BPS", f"2{prefix}bPS", "2B"):
+        with pytest.raises(ValueError, match="give 100mbit, "):
+            units.rate(text)
 
 
 def test_json_holds_the_plan_and_no_infinity():
