@@ -672,6 +672,16 @@ def test_workers_that_are_no_faster_than_one_take_local_steps(workers, verdicts)
     assert {plan.least_exchange().code for plan in plans} == {"owner_adamw(...)"}
 
 
+def test_few_exchanges_are_said_to_be_measured_where_they_were(known):
+    """Four workers over slow hops, which take three times as long as computing: 31 steps are a tenth."""
+    at = dataclasses.replace(FREE, num_workers=4, link=Link(1e12, 10.01e-3, "exact"))
+    for runs, said in {"not run": True, 400: False}.items():
+        known(cell(32, 4, diloco_32_coded=runs))
+        words = planner.advice(planner.plan(1000, at, 0.01, tokens=32))
+        assert " take 31 steps or more " in words
+        assert ("So few exchanges were not measured here" in words) == said
+
+
 # --- Five users, whose answers an expert was asked to sign
 
 SLICES = Cluster(4, TCP[100], 64, Link(1600e9, 1e-6, "chips"))

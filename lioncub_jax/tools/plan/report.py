@@ -406,13 +406,15 @@ def _local_steps(plan: Plan) -> str:
     longer = f"just above {limit}" if longer == str(limit) else longer
     why = "" if limit < workers - 1 else f", where {workers} workers are no faster than one"
     tied = f"{TIED} " if workers == 2 else ""
+    measured = any(row.learned and row.scheme.every >= steps for row in plan.rows.values())
+    few = "" if measured else "So few exchanges were not measured here; "
     return (
         f"Take local steps: {_link_text(plan)} the least exchange, of {least.code}, takes "
         f"{seconds_text(takes)}. This is {longer} times as long as computing. The limit is "
         f"{limit}{why}. {tied}Let each worker take {steps:,} steps or more alone, by local_steps= and "
         f"baselines.diloco(bits=4). Its exchange takes {seconds_text(exchange)}, at most a tenth of their "
-        "computing. So few exchanges were not measured here; DiLoCo's paper, arXiv 2311.08105, has one in "
-        "500 steps. Compare the loss with that of one machine."
+        f"computing. {few}DiLoCo's paper, arXiv 2311.08105, has one in 500 steps. Compare the loss with "
+        "that of one machine."
     )
 
 
