@@ -682,6 +682,15 @@ def test_few_exchanges_are_said_to_be_measured_where_they_were(known):
         assert ("So few exchanges were not measured here" in words) == said
 
 
+def test_a_time_that_two_digits_show_as_the_limit_is_just_above_it(known):
+    """Three hops of 6.69 ms take 2.007 times as long as computing."""
+    at = dataclasses.replace(FREE, num_workers=3, link=Link(1e12, 6.69e-3, "exact"))
+    words = planner.advice(planner.plan(1000, at, 0.01, tokens=32))
+    assert (
+        "This is just above 2 times as long as computing. The limit is 2, where 3 workers" in words
+    )
+
+
 # --- Five users, whose answers an expert was asked to sign
 
 SLICES = Cluster(4, TCP[100], 64, Link(1600e9, 1e-6, "chips"))
