@@ -800,9 +800,9 @@ MUTANTS = r"""
 - factors, relative = [], own.learned.error / own.learned.ratio
 + factors, relative = [], 0.0
 
-= a mean of 13 s is told to hide behind half a second
-- return rate < math.inf and rate <= self.cluster.link.bandwidth
-+ return rate < math.inf
+= an all-reduce hides by the share of the fastest links
+- low = needs / min(self.cluster.at(limit).shares())
++ low = needs / min(self.cluster.at(math.inf).shares())
 
 = exchanges in each step are advised where workers are no faster than one
 - return min(self.cluster.num_workers - 1, LONG)

@@ -1,8 +1,8 @@
 """Quantities as people write them: "100mbit", "7B", "50us"; read strictly, shown with three digits.
 
 Prefixes are decimal, as networks count: 1 kbit is 1000 bits. Letters may be small or capital, but for
-``b`` and ``B`` after a prefix of a rate: ``Mb/s`` is bits and ``MB/s`` bytes, so those two are not read
-at all, and the words ``mbit`` and ``mbyte`` are.
+``b`` and ``B`` of a rate: ``MB`` and ``MBps`` are bytes, ``mbps`` is bits, and ``mb`` is not read, because
+people write it for both.
 """
 
 import re
@@ -12,6 +12,13 @@ RATES = {
     f"{prefix}{unit}".lower(): scale * bits
     for prefix, scale in PREFIXES.items()
     for unit, bits in (("bit", 1), ("byte", 8))
+}
+# Read in these letters alone.
+SHORT_RATES = {
+    f"{letter}{unit}": scale * bits
+    for prefix, scale in PREFIXES.items()
+    for letter in prefix.lower() + prefix.upper()
+    for unit, bits in (("bps", 1), ("Bps", 8), ("B", 8))
 }
 TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 SIZES = {f"{prefix}b".lower(): scale for prefix, scale in PREFIXES.items()}
@@ -28,7 +35,8 @@ def rate(text: str) -> float:
     """Reads a network rate.
 
     Args:
-      text: such as ``"100mbit"``, ``"2.5 Gbit/s"``, ``"400gbit"``, ``"50mbyte"``; a unit is needed.
+      text: such as ``"100mbit"``, ``"2.5 Gbit/s"``, ``"400gbps"``, ``"50mbyte"``, ``"600GB"``; a unit is
+        needed.
 
     Returns:
       Bits per second.
@@ -89,13 +97,14 @@ def _read(kind: str, text: str, units: dict[str, float], examples: str) -> float
     match = _QUANTITY.fullmatch(text)
     if not match or ("/" in text and units is not RATES):
         raise ValueError(f"{kind} {text!r}: give a number and a unit, such as {examples}")
-    unit = match[2].lower()
-    if unit not in units:
+    short = SHORT_RATES if units is RATES else {}
+    scale = short.get(match[2], units.get(match[2].lower()))
+    if scale is None:
         known = ", ".join(name for name in units if name)
         raise ValueError(
             f"{kind} {text!r}: unit {match[2]!r} is not one of {known}; give {examples}"
         )
-    number = float(match[1]) * units[unit]
+    number = float(match[1]) * scale
     if not 0 < number <= LARGEST:
         raise ValueError(
             f"{kind} {text!r}: give a number above zero, of at most {LARGEST:.0e}, such as {examples}"

@@ -50,7 +50,10 @@ OPTIONS: list[Row] = [
         "a number of parameters, such as 7B; or MODULE:NAME or FILE.py:NAME, a function without arguments "
         "that returns an nnx.Module, linen variables or a tree of arrays; only shapes are made",
     ),
-    ("--workers", COUNT, "number of data-parallel workers"),
+    (
+        "--workers", COUNT,
+        "number of data-parallel workers; of several nodes each is one worker (--devices-per-worker)",
+    ),
     (
         "--bandwidth", RATES,
         "of each worker's link, the slower of up and down, such as 1gbit, or several with commas",
@@ -58,8 +61,8 @@ OPTIONS: list[Row] = [
     ("--compute", SECONDS, "time of a step without the network, such as 144ms"),
     (
         "--tokens-per-worker", COUNT,
-        "that ONE worker sees in a step: its batch times the length; more of them are less noise, which "
-        "decides more than the network does",
+        "that ONE worker, with all of its devices, sees in a step: its batch times the length; more of "
+        "them are less noise, which decides more than the network does",
     ),
     (
         "--data", {"choices": planner.DATA, "default": planner.DATA[0]},
@@ -142,12 +145,15 @@ def run(args: argparse.Namespace) -> int:
     if not args.explain:
         output.show("\n\n".join(planner.advice(one) for one in plans))
         return 0
+    jumps = " and ".join(map(units.rate_text, cluster.link.limits()[:-1]))
+    lower = f"Above {jumps} {cluster.link.kind} links reach lower shares, so ranges jump there."
     codes = (f"{scheme.name:<18}  {scheme.code}" for scheme in planner.SCHEMES)
     output.show(
         *([_in_words(args.cluster, named)] if named else []),
         f"{size:,} parameters; compute {units.seconds_text(compute)} a step; latency "
         f"{'measured' if measured else units.seconds_text(cluster.link.latency)}; packing at "
         f"{units.bytes_text((measured.memory_bandwidth if measured else cluster.memory) / 8)}/s of memory.",
+        *([lower] if jumps else []),
         *(f"\n{table(one)}\n\n{planner.advice(one)}" for one in plans),
         "\nIn a program, by names of lioncub_jax:",
         *codes,
@@ -231,7 +237,8 @@ def table(plan: planner.Plan) -> str:
       Lines. "sent" is what a worker, all of its devices together, sends in a step; "network" is the time
       of an exchange in collectives, "packing" that of packing, counting and unpacking; "step" is the time
       of a step without overlap; "state" the optimizer's bytes on a device; "tokens" those to the loss over
-      AdamW's, with the standard error; "time" that to the loss over the best all-reduce's.
+      AdamW's, with the standard error; "time" that to the loss over the best all-reduce's. Local steps
+      that were not measured share a line.
 
     Example:
       >>> at = planner.Cluster(8, planner.Link(1e9))
@@ -240,7 +247,10 @@ def table(plan: planner.Plan) -> str:
     """
     lines = [["method", "sent", "network", "packing", "step", "state", "tokens", "time"]]
     share = plan.corners()[0][0]
+    local = [n for n, row in plan.rows.items() if row.scheme.every > 1 and not row.learned]
     for name, row in plan.rows.items():
+        if name in local:
+            continue
         of, tokens, time = row.estimate, report.NOT_MEASURED, ""
         seconds = (
             of.communication(share),
@@ -264,7 +274,13 @@ def table(plan: planner.Plan) -> str:
     rate = units.rate_text(plan.cluster.link.bandwidth)
     where = "as measured" if plan.cluster.measured else f"at {rate}"
     title = f"{plan.cluster.num_workers:,} workers {where}"
-    return "\n".join([title, *shown, *(f"{name}: {why}" for name, why in plan.refused.items())])
+    notes = [
+        *([f"{', '.join(local)}: {report.NOT_MEASURED}"] if local else []),
+        *(f"{name}: {why}" for name, why in plan.refused.items()),
+        '"network" and "packing" are of an exchange. "sent" and "step" are of a step: local steps and '
+        "micro-steps share an exchange.",
+    ]
+    return "\n".join([title, *shown, *notes])
 
 
 def as_json(plan: planner.Plan) -> dict[str, Any]:

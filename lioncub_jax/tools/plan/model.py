@@ -84,12 +84,20 @@ class Link:
         known = [row["share"] for row in self.known_shares()] or [1.0]
         return min(known), max(known)
 
+    def limits(self) -> list[float]:
+        """Lists the rates up to which such links reach the same shares; the last is infinite.
+
+        Example:
+          >>> Link(1e9).limits()
+          [10000000000.0, 40000000000.0, inf]
+        """
+        rates = {row["up_to"] or math.inf for row in SHARES if row["kind"] == self.kind}
+        return sorted(rates) or [math.inf]
+
     def known_shares(self) -> list[dict[str, Any]]:
         """Rows of ``SHARES`` of such links; none for an exact one."""
-        rows = [row for row in SHARES if row["kind"] == self.kind]
-        limits = [row["up_to"] or math.inf for row in rows]
-        limit = min((limit for limit in limits if limit >= self.bandwidth), default=math.inf)
-        return [row for row, its in zip(rows, limits, strict=True) if its == limit]
+        own = self.kind, next(limit for limit in self.limits() if limit >= self.bandwidth)
+        return [row for row in SHARES if (row["kind"], row["up_to"] or math.inf) == own]
 
 
 class Measured(NamedTuple):

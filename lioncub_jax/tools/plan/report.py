@@ -29,7 +29,7 @@ USE, MEASURE, USE_MEAN = "use", "measure first", "use a mean"
 WORTHWHILE = 1.05  # times faster; less is not enough to change how a model is trained
 ERRORS = 2  # standard errors on each side
 LONG = 5  # times as long as computing, which an exchange in each step of many workers may take
-LOCAL_SHARE, LEAST_LOCAL = 0.1, 50  # of the time for exchanges, where workers take steps alone
+LOCAL_SHARE = 0.1  # of the time of computing, for exchanges where workers take steps alone
 
 Corner = tuple[float, float]  # share of the link's rate, overlap of a mean
 
@@ -116,11 +116,11 @@ class Plan(NamedTuple):
         """Returns what `advice` begins with: one of the constants of this module."""
         if self.cluster.num_workers == 1 or not self.rows:
             return NOTHING
+        if self.hides():
+            return HIDES
         least = self.least_exchange()
         if least and self.exchange(least) > self.longest() * self.compute:
             return LOCAL_STEPS
-        if self.hides():
-            return HIDES
         other = self.first("ours", "other")
         if not other and not self.first("mean"):
             return NOT_MEASURED
@@ -163,20 +163,26 @@ class Plan(NamedTuple):
         return min(self.cluster.num_workers - 1, LONG)
 
     def hides(self) -> bool:
-        """Returns whether an all-reduce, which may overlap, takes no longer than computing."""
-        rate = self.hides_from()
-        return rate < math.inf and rate <= self.cluster.link.bandwidth
+        """Returns whether an all-reduce at the link's least share takes no longer than computing."""
+        return any(low <= self.cluster.link.bandwidth <= high for low, high in self.hides_at())
 
-    def hides_from(self) -> float:
-        """Returns the rate of links from which an all-reduce can hide behind computing; or infinity."""
+    def hides_at(self) -> list[tuple[float, float]]:
+        """Lists the ranges of links' rates at which an all-reduce can hide behind computing.
+
+        Faster links reach lower shares, so there may be a gap between two ranges.
+        """
         mean = self.mean()
         if not mean or mean.estimate.fixed >= self.compute or self.corners()[-1][1] < 1:
-            return math.inf
-        rate, needs = math.inf, mean.estimate.link_bits / (self.compute - mean.estimate.fixed)
-        # The share depends on the rate, and the fastest links may reach the least. So begin with those.
-        for _ in range(3):
-            rate = needs / min(self.cluster.at(rate).shares())
-        return rate
+            return []
+        needs = mean.estimate.link_bits / (self.compute - mean.estimate.fixed)
+        ranges: list[tuple[float, float]] = []
+        for limit in self.cluster.link.limits():
+            low = needs / min(self.cluster.at(limit).shares())
+            if ranges and low <= ranges[-1][1]:
+                low, _ = ranges.pop()
+            if low <= limit:
+                ranges.append((low, limit))
+        return ranges
 
     def range_if_alike(self, name: str) -> tuple[float, float]:
         """Returns `range_over_means` of a method that learns like AdamW."""
@@ -321,7 +327,7 @@ def advice(plan: Plan) -> str:
         )
     gains = (
         f"{_between(low, high)} times as fast as the best all-reduce. This is "
-        f"{plan.rows[plan.first('mean')].code}.{_hides_from(plan)}"
+        f"{plan.rows[plan.first('mean')].code}.{_hides_at(plan)}"
     )
     if verdict == MEASURE:
         return f"Measure first: {where} {row.code} is {gains} {_what_to_measure(plan)} {rest}"
@@ -336,11 +342,16 @@ def _link_text(plan: Plan) -> str:
     return f"at {rate_text(plan.cluster.link.bandwidth)}{shares}"
 
 
-def _hides_from(plan: Plan) -> str:
-    if plan.hides_from() == math.inf:
+def _hides_at(plan: Plan) -> str:
+    ranges = []
+    for low, high in plan.hides_at():
+        least, most = rate_text(_round_up(low)), rate_text(high)
+        to = "" if high == math.inf else f" to {most}"
+        ranges.append(f"at {most}" if least == most else f"from about {least}{to}")
+    if not ranges:
         return ""
-    rate = rate_text(float(f"{plan.hides_from():.2g}"))
-    return f" From about {rate} that all-reduce can hide behind computing."
+    rates = " and ".join(ranges)
+    return f" {rates[0].upper()}{rates[1:]} that all-reduce can hide behind computing."
 
 
 def _tuned(how: Learned) -> str:
@@ -389,17 +400,21 @@ def _local_steps(plan: Plan) -> str:
     assert least
     whole = dataclasses.replace(plan.cluster, group_size=1)  # local steps have no two levels
     exchange = step_time(coded, plan.parameters, whole).communication(plan.corners()[0][0])
-    steps = max(LEAST_LOCAL, exchange / (LOCAL_SHARE * plan.compute))
+    steps = math.ceil(_round_up(exchange / (LOCAL_SHARE * plan.compute)))
     takes, workers = plan.exchange(least), plan.cluster.num_workers
+    longer = digits(takes / plan.compute)
+    longer = f"just above {limit}" if longer == str(limit) else longer
     why = "" if limit < workers - 1 else f", where {workers} workers are no faster than one"
     tied = f"{TIED} " if workers == 2 else ""
+    measured = any(row.learned and row.scheme.every >= steps for row in plan.rows.values())
+    few = "" if measured else "So few exchanges were not measured here; "
     return (
         f"Take local steps: {_link_text(plan)} the least exchange, of {least.code}, takes "
-        f"{seconds_text(takes)}. This is {digits(takes / plan.compute)} times as long as computing. The "
-        f"limit is {limit}{why}. {tied}Let each worker take {digits(steps)} steps or more alone, by "
-        "local_steps= and baselines.diloco(bits=4), so that exchanges take a tenth of the time. So few "
-        "exchanges were not measured here; DiLoCo's paper, arXiv 2311.08105, has one in 500 steps. Compare "
-        "the loss with that of one machine."
+        f"{seconds_text(takes)}. This is {longer} times as long as computing. The limit is "
+        f"{limit}{why}. {tied}Let each worker take {steps:,} steps or more alone, by local_steps= and "
+        f"baselines.diloco(bits=4). Its exchange takes {seconds_text(exchange)}, at most a tenth of their "
+        f"computing. {few}DiLoCo's paper, arXiv 2311.08105, has one in 500 steps. Compare the loss with "
+        "that of one machine."
     )
 
 
@@ -445,7 +460,7 @@ def _far(plan: Plan) -> str:
         words += (
             " The least is where that overlaps fully with computing, the most where it does not."
         )
-    words += _hides_from(plan)
+    words += _hides_at(plan)
     if useless:
         return f"{words} No method of this library could gain 5%."
     return (
@@ -476,7 +491,7 @@ def _measured(plan: Plan, row: Row) -> str:
     """The runs behind an answer, and what is not as in them."""
     (cell, distance, methods), how, scheme = plan.nearest, row.learned, row.scheme
     assert how
-    near = "" if distance == evidence.HERE else f" near {_asked(plan)}"
+    measured = "Measured" if distance == evidence.HERE else "Nearest measurement"
     micro = f"{scheme.learns}-micro-{row.accumulate}"
     notes = {
         "bfloat16 is assumed to learn like float32.": scheme.name != scheme.learns,
@@ -490,12 +505,18 @@ def _measured(plan: Plan, row: Row) -> str:
         TIED: plan.cluster.num_workers == 2,
     }
     said = [note for note, holds in notes.items() if holds]
-    return " ".join([f"Measured{near}: {_runs(plan, how)}", *said])
+    return " ".join([f"{measured}: {_runs(plan, how)}", *said])
 
 
 def _between(low: float, high: float) -> str:
     least, most = digits(low), digits(high)
     return f"{least} to {most}" if least != most else f"about {most}"
+
+
+def _round_up(number: float) -> float:
+    """Rounds up to two digits, for what holds from there on."""
+    scale = 10.0 ** (math.floor(math.log10(number)) - 1)
+    return math.ceil(number / scale) * scale
 
 
 def digits(number: float) -> str:
