@@ -740,8 +740,8 @@ MUTANTS = r"""
 + if False:
 
 = a mean in bfloat16 is widened on every platform
-- device.platform == "cpu"
-+ device.platform
+- axes.platform(mesh) == "cpu"
++ axes.platform(mesh)
 
 # tools/faults/replicas.py: faults
 = a tie of replicas passes for a majority

@@ -345,9 +345,9 @@ def _link_text(plan: Plan) -> str:
 def _hides_at(plan: Plan) -> str:
     ranges = []
     for low, high in plan.hides_at():
-        least, most = rate_text(_round_up(low)), rate_text(high)
-        to = "" if high == math.inf else f" to {most}"
-        ranges.append(f"at {most}" if least == most else f"from about {least}{to}")
+        to = "" if high == math.inf else f" to {rate_text(high)}"
+        if high > 1.1 * low:  # a narrower one helps nobody
+            ranges.append(f"from about {rate_text(_round_up(low))}{to}")
     if not ranges:
         return ""
     rates = " and ".join(ranges)
