@@ -84,8 +84,11 @@ PARTS: dict[str, Callable[[], list[Job]]] = {
         Job("reason", name, 1024, factors=FACTORS.get(name, (1.0,)), like="lion") for name in REASONS
     ],
     "tokens": lambda: [
-        Job("tokens", name, 512, tokens=2048, factors=(1.0, 1.41))
-        for name in ("adamw", "vote", "owner-adamw", "owner-lion", "best-powersgd")
+        *(
+            Job("tokens", name, 512, tokens=2048, factors=(1.0, 1.41))
+            for name in ("adamw", "vote", "owner-adamw", "owner-lion", "best-powersgd")
+        ),
+        Job("tokens", "adamw", 256, tokens=2048, factors=(1.41, 2.0)),  # the other end of its line
     ],
     "4096": lambda: [
         Job("4096", name, 4096, factors=(0.5, 0.25), seeds=2)
