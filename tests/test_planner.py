@@ -354,7 +354,7 @@ def test_what_does_not_fit_a_device_is_refused():
     plan = planner.plan(10**9, SLOW, 1.0, tokens=256, memory=11.8e9)
     words = planner.advice(plan)
     assert words.startswith("Use owner_lion(...)")
-    assert ": no all-reduce of gradients fits a device. Begin with " in words
+    assert ": no all-reduce of gradients fits a device. The next, owner_adamw(...), takes " in words
     plan = planner.plan(10**9, SLOW, 0.1, tokens=32, memory=1e9)
     assert planner.advice(plan).startswith(
         "Nothing fits: parameters, gradients and state in float32 take "
@@ -626,7 +626,7 @@ def test_the_verdict_follows_the_time_of_computing_and_its_numbers_are_those_of_
                 continue
             least, words = plan.least_exchange(), planner.advice(plan)
             said = re.search(
-                r"least exchange, of (.*), takes (.*)\. This is (.*) times .* is (\d).* take ([\d,]+) "
+                r"exchange, of (.*), takes (.*)\. This is (.*) times .* is (\d).* take ([\d,]+) "
                 r"steps or more .* takes (\S+ \S+), at most a tenth", words,
             )  # fmt: skip
             lines = (re.split("  +", line) for line in plan_command.table(plan).splitlines()[2:])
@@ -674,6 +674,36 @@ def test_workers_that_are_no_faster_than_one_take_local_steps(workers, first, le
     plans = [planner.plan(30_000_000, at, x, tokens=4096) for x in (0.3, 0.65, 1.0)]
     assert [plan.verdict() for plan in plans] == [first, "use", "use"]
     assert {plan.least_exchange().code for plan in plans} == {least}
+
+
+def test_local_steps_that_are_refused_are_said_to_be():
+    """Of memory, and of two levels; the cause is that of the table."""
+    small = planner.plan(150_000_000, Cluster(16, Link(50e6)), 0.4, tokens=4096, memory=2e9)
+    nodes = Cluster(4, Link(1e9), group_size=8, inside=Link(2.4e12))
+    grouped = planner.plan(10**9, nodes, 0.3, tokens=2048)
+    free = planner.plan(150_000_000, Cluster(16, Link(50e6)), 0.4, tokens=4096)
+    for plan in (small, grouped):
+        why = plan.refused["diloco-32-coded"]
+        assert f"of their computing. The plan refuses it here: {why}. " in planner.advice(plan)
+    assert "refuse" not in planner.advice(free) and "the least exchange, of" in planner.advice(free)
+    far = planner.advice(planner.plan(150_000_000, Cluster(16, Link(50e6)), 0.4, tokens=65_536))
+    assert "no method was measured, and an exchange, of owner_adamw(...), takes " in far
+
+
+def test_the_next_method_is_the_next_of_the_table_and_the_best_of_others_is_named():
+    for rate in (0.3, 1, 5, 25):
+        for tokens in (32, 256, 2048):
+            plan = planner.plan(124_000_000, Cluster(8, Link(rate * 1e9)), 0.3, tokens=tokens)
+            times, words = plan.times("ours", "other"), planner.advice(plan)
+            if plan.verdict() not in ("use", "measure first"):
+                continue
+            first = next(iter(times))
+            after = next(x for x in times if plan.rows[x].scheme is not plan.rows[first].scheme)
+            kinds = {name: plan.rows[name].scheme.kind for name in times}
+            assert f" The next, {plan.rows[after].code}, takes about " in words
+            rival = next(name for name in times if kinds[name] != kinds[first])
+            assert (" and the best of " in words) == (rival != after)
+            assert plan.rows[rival].code in words
 
 
 def test_few_exchanges_are_said_to_be_measured_where_they_were(known):

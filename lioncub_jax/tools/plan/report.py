@@ -365,15 +365,23 @@ def _tuned(how: Learned) -> str:
 
 
 def _rival(plan: Plan) -> str:
-    """The best of the other kind, beside a method that is ours or of others."""
-    times, name = plan.times(), plan.use()
-    kind = plan.rows[name].scheme.kind
-    others = [other for other in times if plan.rows[other].scheme.kind not in (kind, "mean")]
-    if kind == "mean" or not others:
+    """The next method, and where it is of the same kind the best of the other: ours, or of others."""
+    times, name = plan.times("ours", "other"), plan.use()
+    row = plan.rows[name]
+    others = [other for other in times if plan.rows[other].scheme is not row.scheme]
+    if name not in times or not others:
         return ""
-    words = "other method" if kind == "ours" else "of this library"
-    longer = digits(times[others[0]] / times[name])
-    return f"The best {words}, {plan.rows[others[0]].code}, takes about {longer} times as long. "
+    after, kind = others[0], row.scheme.kind
+    rival = next((other for other in others if plan.rows[other].scheme.kind != kind), after)
+
+    def longer(other: str) -> str:
+        return f"{digits(times[other] / times[name])} times"
+
+    words = f"The next, {plan.rows[after].code}, takes about {longer(after)} as long"
+    if rival != after:
+        whose = "of others" if kind == "ours" else "of this library"
+        words += f", and the best {whose}, {plan.rows[rival].code}, {longer(rival)}"
+    return f"{words}. "
 
 
 def _what_to_measure(plan: Plan) -> str:
@@ -408,13 +416,17 @@ def _local_steps(plan: Plan) -> str:
     tied = f"{TIED} " if workers == 2 else ""
     measured = any(row.learned and row.scheme.every >= steps for row in plan.rows.values())
     few = "" if measured else "So few exchanges were not measured here; "
+    known = least.ratio() < math.inf
+    which = "the least exchange" if known else "no method was measured, and an exchange"
+    refused = plan.refused.get(coded.name)
+    but = f" The plan refuses it here: {refused}." if refused else ""
     return (
-        f"Take local steps: {_link_text(plan)} the least exchange, of {least.code}, takes "
+        f"Take local steps: {_link_text(plan)} {which}, of {least.code}, takes "
         f"{seconds_text(takes)}. This is {longer} times as long as computing. The limit is "
         f"{limit}{why}. {tied}Let each worker take {steps:,} steps or more alone, by local_steps= and "
         f"baselines.diloco(bits=4). Its exchange takes {seconds_text(exchange)}, at most a tenth of their "
-        f"computing. {few}DiLoCo's paper, arXiv 2311.08105, has one in 500 steps. Compare the loss with "
-        "that of one machine."
+        f"computing.{but} {few}DiLoCo's paper, arXiv 2311.08105, has one in 500 steps. Compare the loss "
+        "with that of one machine."
     )
 
 
