@@ -1,6 +1,7 @@
 """Checkpoints of the states that trainers have, and of states whose labels lie."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -145,6 +146,51 @@ def test_an_nnx_optimizer_is_saved_whole_and_its_state_without_classes_is_refuse
     np.testing.assert_array_equal(model.kernel[...], state["params"]["kernel"][...])
     assert isinstance(found.state["optimizer"], nnx.Optimizer)
     assert found.state["optimizer"].opt_state[0].count[...] == 0
+
+
+def test_frozen_layers_of_an_nnx_module_move_to_other_workers_as_those_of_a_tree_do(tmp_path):
+    def trained(count, by):
+        """An nnx optimizer and the state of a plain tree, both after a step with these gradients."""
+        model, workers = Normed(nnx.Rngs(0)), workers_of(count)
+        lc.training.place(model, workers)
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        tx = lc.on_mesh(partly(0.1, workers=workers), workers)
+        opt = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        grads = jax.tree.map(lambda p: by * numbers(count, *p.shape), params)
+        state = nnx.state(model, nnx.Param)
+        nnx.replace_by_pure_dict(state, grads)
+        opt.update(model, state)
+        updates, opt_state = jax.jit(tx.update)(grads, tx.init(params), params)
+        tree = {"params": optax.apply_updates(params, updates), "opt_state": opt_state, "step": 1}
+        return whole_of(model, opt), tree
+
+    def numbers(*shape):
+        return jnp.arange(math.prod(shape), dtype=jnp.float32).reshape(shape) % 7 - 3
+
+    for name, state in zip(("module", "tree"), trained(4, 1.0), strict=True):
+        saved(tmp_path / name, state, step=1)
+    like = trained(2, 0.0)
+    module = restored(tmp_path / "module", like[0]).state["optimizer"].opt_state
+    tree = restored(tmp_path / "tree", like[1]).state["opt_state"]
+    found, wanted = (jax.tree.leaves(nnx.pure(x)) for x in (module, tree))
+    assert len(found) == len(wanted) and any(np.any(np.asarray(x)) for x in wanted)
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def partly(rate, *, workers):
+    """Adam at the owner for the kernel and the bias, and a norm that is frozen."""
+
+    def label(path, _):
+        return "frozen" if "norm" in str(path[0]) else "train"
+
+    def labels(params):
+        if isinstance(params, nnx.State):
+            return nnx.map_state(label, params)
+        return jax.tree.map_with_path(label, params)
+
+    tx = {"train": lc.owner_adamw(rate, workers=workers), "frozen": optax.set_to_zero()}
+    return optax.partition(tx, labels)
 
 
 # --- Labels that lie

@@ -214,9 +214,9 @@ def test_the_plan_is_three_sentences_for_each_rate_and_a_table_where_it_explains
 
 
 ADVICE = """
-GIVEN => at 1 Gbit/s, of which collectives reach 80% to 95%, it is
+GIVEN => at 1 Gbit/s, of which tcp collectives reach 80% to 95%, it is
 GIVEN --explain => Above 10 Gbit/s and 40 Gbit/s tcp links reach lower shares, so ranges jump there.
-GIVEN --network rdma => of which collectives reach 50% to 86%
+GIVEN --network rdma => of which rdma collectives reach 50% to 86%
 GIVEN --bandwidth 10tbit => Do not use this: at 10 Tbit/s
 GIVEN --workers 1 => Do not use this: one worker has no others to exchange with; use optax.adamw or
 QUIET --tokens-per-worker 1M => nobody ran 1,000,000 tokens

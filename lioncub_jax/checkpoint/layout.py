@@ -204,7 +204,7 @@ def _declarations_of_node(
     fields = {f: (paths_of(getattr(node, f), _is_entry), h) for f, h in node.holders().items()}
     # Entries of each worker say the leaves: by their paths, or by the buckets that a group shares.
     not_owned = [entries for entries, holder in fields.values() if holder is not Holder.OWNER]
-    entries = max(not_owned, key=len, default={})
+    entries = max(not_owned, key=lambda x: (len(x), len(x.keys() & params.keys())), default={})
     cuts = tuple(x.bucket for x in entries.values() if isinstance(x, Flat))
     names = params if cuts or len(entries) == len(params) else entries
     by_index = {k: params[name] for k, name in enumerate(names) if name in params}

@@ -219,7 +219,7 @@ def check_layout(
     """Raises ``ValueError`` for the state of another optimizer, or of other workers."""
     advice = (
         "make the state by init_state or init of this optimizer, with the same parameters and workers, and "
-        "the same local optimizer or none"
+        "the same local optimizer or none; moments of another go on by lioncub_jax.checkpoint.carry_over"
     )
     structure: Any = jax.tree.structure(specs)
     try:

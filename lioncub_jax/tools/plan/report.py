@@ -338,7 +338,9 @@ def _link_text(plan: Plan) -> str:
     if plan.cluster.measured:
         return "on the machines that were measured"
     low, high = plan.cluster.shares()
-    shares = "" if low == high == 1 else f", of which collectives reach {low:.0%} to {high:.0%},"
+    kind = plan.cluster.link.kind
+    shares = f", of which {kind} collectives reach {low:.0%} to {high:.0%},"
+    shares = "" if low == high == 1 else shares
     return f"at {rate_text(plan.cluster.link.bandwidth)}{shares}"
 
 
@@ -416,12 +418,14 @@ def _local_steps(plan: Plan) -> str:
     tied = f"{TIED} " if workers == 2 else ""
     measured = any(row.learned and row.scheme.every >= steps for row in plan.rows.values())
     few = "" if measured else "So few exchanges were not measured here; "
-    known = least.ratio() < math.inf
-    which = "the least exchange" if known else "no method was measured, and an exchange"
+    where = _link_text(plan)
+    which = f"no method was measured. {where[0].upper()}{where[1:]} an exchange"
+    if least.ratio() < math.inf:
+        which = f"{where} the least exchange"
     refused = plan.refused.get(coded.name)
     but = f" The plan refuses it here: {refused}." if refused else ""
     return (
-        f"Take local steps: {_link_text(plan)} {which}, of {least.code}, takes "
+        f"Take local steps: {which}, of {least.code}, takes "
         f"{seconds_text(takes)}. This is {longer} times as long as computing. The limit is "
         f"{limit}{why}. {tied}Let each worker take {steps:,} steps or more alone, by local_steps= and "
         f"baselines.diloco(bits=4). Its exchange takes {seconds_text(exchange)}, at most a tenth of their "
