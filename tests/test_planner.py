@@ -319,6 +319,20 @@ def test_a_method_is_judged_by_its_longest_run_of_the_nearest_size(known):
     assert lion.ratio == pytest.approx(220 / 205)
 
 
+def test_a_method_without_the_longest_runs_is_taken_to_lose_what_the_worst_lost(known):
+    short, long = cell(32, 8, vote=225.5), cell(32, 8, steps=1024, vote=270.6)
+    known(short)
+    alone = planner.cell_for(8, 32)
+    long["methods"] = {name: long["methods"][name] for name in ("adamw", "vote")}
+    known(short, long)
+    found = planner.cell_for(8, 32).methods
+    assert (found["adamw"].ratio, found["vote"].ratio) == (1, pytest.approx(1.32))
+    for name in ("owner-lion", "owner-adamw"):
+        for field in ("ratio", "error"):
+            before = getattr(alone.methods[name], field)
+            assert getattr(found[name], field) == pytest.approx(1.2 * before)
+
+
 def test_losses_that_were_not_reached_or_not_measured_are_no_ratio(known):
     known(cell(32, 8, powersgd_4="not run"))
     methods = planner.cell_for(8, 32).methods
@@ -354,7 +368,7 @@ def test_what_does_not_fit_a_device_is_refused():
     plan = planner.plan(10**9, SLOW, 1.0, tokens=256, memory=11.8e9)
     words = planner.advice(plan)
     assert words.startswith("Use owner_lion(...)")
-    assert ": no all-reduce of gradients fits a device. The next, owner_adamw(...), takes " in words
+    assert ": no all-reduce of gradients fits a device. The next, owner_adamw(...)" in words
     plan = planner.plan(10**9, SLOW, 0.1, tokens=32, memory=1e9)
     assert planner.advice(plan).startswith(
         "Nothing fits: parameters, gradients and state in float32 take "

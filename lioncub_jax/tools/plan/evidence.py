@@ -68,6 +68,10 @@ class Learned(NamedTuple):
         runs = min(self.runs, micro.runs)
         return self._replace(ratio=ratio, error=error, runs=runs, rate_over_adamw=rate)
 
+    def times(self, factor: float) -> "Learned":
+        """Returns this method with so many times the tokens."""
+        return self._replace(ratio=factor * self.ratio, error=factor * self.error)
+
 
 class Cell(NamedTuple):
     """A setting in which methods were compared.
@@ -107,7 +111,8 @@ class Found(NamedTuple):
     Attributes:
       cell: the setting; of several lengths and sizes the longest run of the nearest size.
       distance: "here" for that setting itself, "near" it, or "far" from all.
-      methods: each by its longest run.
+      methods: each by its longest run; one without the longest is taken to need more tokens by the factor
+        that the worst of the others came to need.
     """
 
     cell: Cell
@@ -162,11 +167,20 @@ def cell_for(num_workers: int, tokens: int, data: str = DATA[0], parameters: int
     methods: dict[str, Learned] = {}
     for cell in cells:
         if ratios(cell) == ratios(nearest):
-            methods = {**cell.methods, **methods}
+            grown = _growth(cell.methods, methods)
+            methods = {name: how.times(grown) for name, how in cell.methods.items()} | methods
     noise, number = ratios(nearest)
     if noise > FAR_TOKENS or number > FAR_WORKERS or nearest.data != data:
         return Found(nearest, FAR, methods)
     return Found(nearest, HERE if noise == number == 1 else NEAR, methods)
+
+
+def _growth(short: Mapping[str, Learned], long: Mapping[str, Learned]) -> float:
+    """The largest factor between ratios of tokens in shorter and in longer runs; at least 1."""
+    each = [
+        long[n].ratio / how.ratio for n, how in short.items() if n in long and how.ratio < math.inf
+    ]
+    return max([1.0, *(x for x in each if x < math.inf)])
 
 
 def _ratio(a: float, b: float) -> float:
