@@ -29,7 +29,7 @@ def what_to_use_text() -> str:
         "* *runs*: the steps of the longest runs of this method. In longer runs the order of methods may "
         "be another one.\n"
         "* *cost*: the tokens to the loss, divided by those of float32 AdamW. Micro-steps that did not run "
-        "with a method are taken to cost it the most that they cost any. So are lengths that it did not run.\n"
+        "with a method are taken to cost it the most that they cost any, and so are longer runs.\n"
         "* *as fast*: how many times as fast as the best all-reduce of gradients it reaches the loss. The "
         "least is over one that overlaps fully with computing. The most is over one that does not "
         "overlap. Both have two standard errors of the cost.\n"
