@@ -50,7 +50,7 @@ NETWORKS = np.geomspace(0.05, 100, 60)
 MOST = 130  # times that of a network without cost
 ALONE = 1.0, 0.0  # a link that reaches its rate, and nothing overlaps
 APART = 1.3  # labels, at least, as a ratio of times
-LINES = {"float32 AdamW": "0.45", "best other method": "C1", "owner_adamw": "C0", "lion_cub": "C2"}
+LINES = {"float32 AdamW": "0.45", "best of others": "C1", "owner_adamw": "C0", "lion_cub": "C2"}
 
 
 def by_network() -> dict[str, Any]:
@@ -74,7 +74,7 @@ def lines(plans: list[planner.Plan]) -> dict[str, list[float]]:
     free = min(plans[0].rows[name].ratio() for name in ("lion", "adamw"))
     drawn = {"float32 AdamW": [plan.times(corner=ALONE)["adamw"] / free for plan in plans]}
     if plans[0].first("other"):
-        drawn["best other method"] = [
+        drawn["best of others"] = [
             next(iter(plan.times("other", corner=ALONE).values())) / free for plan in plans
         ]
     for name, title in {"owner-adamw": "owner_adamw", "vote": "lion_cub"}.items():
