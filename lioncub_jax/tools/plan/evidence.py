@@ -177,9 +177,7 @@ def cell_for(num_workers: int, tokens: int, data: str = DATA[0], parameters: int
 
 def _growth(short: Mapping[str, Learned], long: Mapping[str, Learned]) -> float:
     """The largest factor between ratios of tokens in shorter and in longer runs; at least 1."""
-    each = [
-        long[n].ratio / how.ratio for n, how in short.items() if n in long and how.ratio < math.inf
-    ]
+    each = [long[name].ratio / how.ratio for name, how in short.items() if name in long]
     return max([1.0, *(x for x in each if x < math.inf)])
 
 

@@ -337,11 +337,15 @@ def advice(plan: Plan) -> str:
 def _link_text(plan: Plan) -> str:
     if plan.cluster.measured:
         return "on the machines that were measured"
-    low, high = plan.cluster.shares()
-    kind = plan.cluster.link.kind
-    shares = f", of which {kind} collectives reach {low:.0%} to {high:.0%},"
-    shares = "" if low == high == 1 else shares
-    return f"at {rate_text(plan.cluster.link.bandwidth)}{shares}"
+    link, (low, high) = plan.cluster.link, plan.cluster.shares()
+    rate = f"at {rate_text(link.bandwidth)}"
+    if low == high == 1:
+        return rate
+    return f"{rate}, of which {link.kind} collectives reach {low:.0%} to {high:.0%},"
+
+
+def _capital(words: str) -> str:
+    return words[0].upper() + words[1:]
 
 
 def _hides_at(plan: Plan) -> str:
@@ -352,8 +356,7 @@ def _hides_at(plan: Plan) -> str:
             ranges.append(f"from about {rate_text(_round_up(low))}{to}")
     if not ranges:
         return ""
-    rates = " and ".join(ranges)
-    return f" {rates[0].upper()}{rates[1:]} that all-reduce can hide behind computing."
+    return f" {_capital(' and '.join(ranges))} that all-reduce can hide behind computing."
 
 
 def _tuned(how: Learned) -> str:
@@ -418,10 +421,9 @@ def _local_steps(plan: Plan) -> str:
     tied = f"{TIED} " if workers == 2 else ""
     measured = any(row.learned and row.scheme.every >= steps for row in plan.rows.values())
     few = "" if measured else "So few exchanges were not measured here; "
-    where = _link_text(plan)
-    which = f"no method was measured. {where[0].upper()}{where[1:]} an exchange"
-    if least.ratio() < math.inf:
-        which = f"{where} the least exchange"
+    where, known = _link_text(plan), least.ratio() < math.inf
+    unknown = f"no method was measured. {_capital(where)} an exchange"
+    which = f"{where} the least exchange" if known else unknown
     refused = plan.refused.get(coded.name)
     but = f" The plan refuses it here: {refused}." if refused else ""
     return (
