@@ -99,7 +99,7 @@ def _variable(x: Any, spec: P) -> Any:
     variable = x if isinstance(x, nnx.Variable) else nnx.Variable(x)
     metadata = variable.get_metadata()
     metadata.pop("optimizer_sharding", None)  # it lies as the parameters are cut
-    names = metadata.get("out_sharding") or metadata.get("sharding_names")  # before flax 0.12.3
+    names = metadata.get("out_sharding")
     names = (spec[0], *getattr(names, "spec", names)) if names else tuple(spec)
     (value,) = jax.tree.leaves(x)
     # Not eager: it lies there already, and nnx would ask for a mesh in the context to lay it there again.
