@@ -223,7 +223,7 @@ QUIET --tokens-per-worker 1M => nobody ran 1,000,000 tokens
 QUIET --tokens-per-worker 2048 --data different --explain => nobody ran 2,048 tokens, 8
 GIVEN --memory 1200MB --explain => adamw: parameters, gradients and state in float32 take 1.6 GB of a
 GIVEN --memory 1MB => Nothing fits: parameters, gradients
-GIVEN --explain --devices-per-worker 2 --inside-bandwidth 1tbit => local-2: it has no two levels
+GIVEN --explain --devices-per-worker 2 --inside-bandwidth 1tbit => local-2: it has no group=
 """
 
 

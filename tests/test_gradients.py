@@ -102,6 +102,38 @@ def test_within_a_worker_explicit_types_hold_what_a_loss_takes_and_returns():
 
 SEEN = ["float32[2@tensor,6]", "float32[6@tensor]", "float32[6@tensor]"]
 
+
+def contrastive(params, x):
+    """Each row against all rows of its worker."""
+    x = x * params["b"]
+    return against(x, x, jnp.arange(len(x)))
+
+
+def contrastive_over_workers(params, x):
+    """Each row against those of all workers."""
+    x = x * params["b"]
+    with lc.audit.declared():
+        others = lax.all_gather(x, "data", tiled=True)
+    return against(x, others, lax.axis_index("data") * len(x) + jnp.arange(len(x)))
+
+
+def against(x, others, mine):
+    return optax.softmax_cross_entropy_with_integer_labels(x @ others.T, mine).mean()
+
+
+@on_both_kinds
+def test_a_loss_that_compares_the_rows_of_all_workers_is_that_of_all_rows(kind):
+    """And the mean of the gradients is its gradient; without the gather both are others."""
+    x = 5 * X
+    wanted, slope = jax.value_and_grad(contrastive)(PARAMS, x)
+    with jax.set_mesh(workers_of(kind).mesh):
+        value, grads = jax.jit(grad_of(contrastive_over_workers, workers_of(kind)))(PARAMS, x)
+        alone, _ = jax.jit(grad_of(contrastive, workers_of(kind)))(PARAMS, x)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    np.testing.assert_allclose(np.mean(grads["b"]), slope["b"], rtol=1e-4)
+    assert abs(alone - wanted) > 0.1 * wanted
+
+
 # --- What arguments and results are to the workers
 
 
@@ -408,7 +440,11 @@ REFUSED = [
     (kinds_of(("batch", "same"), X, WEIGHTS), "'batch' is no kind ... Kind.SPLIT"),
     (
         of_workers(with_statistics, X, has_aux=True, aux_kinds=SHARED),
-        "aux['statistics'] is an array of shape (6,) ... aux_kinds=",
+        "aux['statistics'] is an array of shape (6,) ... SHARED is for numbers ... aux_kinds=",
+    ),
+    (
+        of_workers(with_statistics, X, has_aux=True),
+        "aux['statistics'] is an array ... what becomes of it is not given ... aux_kinds=",
     ),
     (
         lambda: grad_of(of_net, has_aux=True)(net(nnx.BatchNorm(32, rngs=nnx.Rngs(0))), X),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import optax
+import pages
 import pytest
 from conftest import AXIS, absent
 from goal import answer, choice, published
@@ -19,7 +20,7 @@ from lioncub_jax.audit import units
 from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools.cli import output
 from lioncub_jax.tools.cli import plan as plan_command
-from lioncub_jax.tools.plan import Cluster, Link, Measured, evidence, report, scheme_named
+from lioncub_jax.tools.plan import Cluster, Link, Measured, evidence, model, report, scheme_named
 
 SIZE = 2**24
 SHAPES = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
@@ -697,14 +698,39 @@ def test_local_steps_that_are_refused_are_said_to_be():
     grouped = planner.plan(10**9, nodes, 0.3, tokens=2048)
     free = planner.plan(150_000_000, Cluster(16, Link(50e6)), 0.4, tokens=4096)
     for plan in (small, grouped):
-        why = plan.refused["diloco-32-coded"]
-        assert f"of their computing. The plan refuses it here: {why}. " in planner.advice(plan)
+        why = f"The plan refuses it here: {plan.refused['diloco-32-coded']}"
+        if plan is grouped:
+            why = "It has no group=, so the devices of a worker must share an inner mesh axis, such as fsdp"
+        assert f"of their computing. {why}. " in planner.advice(plan)
     assert "refuse" not in planner.advice(free) and "the least exchange, of" in planner.advice(free)
     far = planner.advice(planner.plan(150_000_000, Cluster(16, Link(50e6)), 0.4, tokens=65_536))
     assert (
         ": no method was measured. At 50 Mbit/s" in far
         and "exchange, of owner_adamw(...), takes" in far
     )
+
+
+def test_nodes_that_hold_too_little_are_refused_for_memory_also_where_there_is_no_group():
+    nodes = Cluster(4, Link(1e9), group_size=8, inside=Link(2.4e12))
+    plan = planner.plan(7 * 10**9, nodes, 3.0, tokens=2048, memory=24e9)
+    assert "take 25.4 GB of a device that has 24 GB" in plan.refused["diloco-32-coded"]
+    assert plan.refused["powersgd-4"] == model.NO_GROUP
+
+
+def test_an_exchange_within_the_limit_that_nobody_measured_is_named():
+    """With 17 workers nothing was measured: owner_adamw's takes too long, and that of votes does not."""
+    said = "That of lion_cub(...) takes 4.1 times as long as computing, and was not measured here"
+    for workers, tokens, names in ((17, 2048, True), (16, 2048, False), (2, 2048, False)):
+        at = Cluster(workers, Link(200e6))
+        words = planner.advice(planner.plan(30_000_000, at, 0.08, tokens=tokens))
+        assert (said in words) == names, workers
+
+
+def test_local_steps_that_were_not_measured_are_said_where_exchanges_take_long():
+    at = Cluster(8, Link(1e9))
+    for tokens, compute, said in ((2048, 0.15, True), (2048, 3.0, False), (256, 0.15, False)):
+        plan = planner.plan(124_000_000, at, compute, tokens=tokens)
+        assert ("Local steps were not measured there." in planner.advice(plan)) == said
 
 
 def test_the_next_method_is_the_next_of_the_table_and_the_best_of_others_is_named():
@@ -717,7 +743,9 @@ def test_the_next_method_is_the_next_of_the_table_and_the_best_of_others_is_name
             first = next(iter(times))
             after = next(x for x in times if plan.rows[x].scheme is not plan.rows[first].scheme)
             kinds = {name: plan.rows[name].scheme.kind for name in times}
-            assert f" The next, {plan.rows[after].code}, takes about " in words
+            longer = report.digits(times[after] / times[first])
+            longer = "as long" if longer == "1" else f"{longer} times as long"
+            assert f" The next, {plan.rows[after].code}, takes about {longer}" in words
             rival = next(name for name in times if kinds[name] != kinds[first])
             assert (" and the best of " in words) == (rival != after)
             assert plan.rows[rival].code in words
@@ -814,3 +842,10 @@ def test_the_table_is_small_and_gives_the_answer_of_a_plan():
             assert plan.rows[row.method()].code in line
             steps = plan.rows[row.method()].learned.steps
             assert ("only 256" in line) == (steps == 256) or row.tokens != [tokens]
+
+
+def test_the_readme_says_with_how_many_tokens_diloco_ran():
+    cells = evidence.packaged().cells
+    ran = {one.tokens for one in cells if any(name.startswith("diloco") for name in one.methods)}
+    assert ran == {256}
+    assert "DiLoCo ran with 256 tokens alone." in (pages.ROOT / "README.md").read_text()

@@ -257,11 +257,12 @@ def classify_outputs(aux: Any, given: Kinds) -> list[Kind]:
     leaves = jax.tree_util.tree_leaves_with_path(aux)
     for (path, x), (kind, _) in zip(leaves, _broadcast_kinds(given, aux), strict=True):
         if jnp.ndim(x) and kind not in (Kind.SPLIT, Kind.PER_WORKER):
+            unknown = "what becomes of it is not given" if kind is None else "SHARED is for numbers"
             raise ValueError(
                 f"aux{jax.tree_util.keystr(path)} is an array of shape {jnp.shape(x)} on each worker, and "
-                "what becomes of it is not given: give worker_value_and_grad(aux_kinds=...), "
-                "lioncub_jax.Kind.SPLIT to join them along the first dimension or PER_WORKER for "
-                "[workers, ...]; or return numbers"
+                f"{unknown}: give worker_value_and_grad(aux_kinds=...), lioncub_jax.Kind.SPLIT to join "
+                "them along the first dimension or PER_WORKER for [workers, ...], whose sum over the "
+                "first axis is that over the workers; or return numbers"
             )
         is_number = kind is not Kind.PER_WORKER and not jnp.ndim(x)
         kinds.append(Kind.SHARED if kind is None or is_number else kind)

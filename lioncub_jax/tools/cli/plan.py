@@ -277,10 +277,19 @@ def table(plan: planner.Plan) -> str:
     notes = [
         *([f"{', '.join(local)}: {report.NOT_MEASURED}"] if local else []),
         *(f"{name}: {why}" for name, why in plan.refused.items()),
+        *(_network(plan) if "adamw" in plan.rows else []),
         '"network" and "packing" are of an exchange. "sent" and "step" are of a step: local steps and '
         "micro-steps share an exchange.",
     ]
     return "\n".join([title, *shown, *notes])
+
+
+def _network(plan: planner.Plan) -> list[str]:
+    """A line with the row of the README's table."""
+    times = report.digits(plan.exchange(plan.rows["adamw"]) / plan.compute)
+    return [
+        f"A float32 all-reduce takes {times} times as long as computing: a row of README's table."
+    ]
 
 
 def as_json(plan: planner.Plan) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class Scheme(NamedTuple):
     Attributes:
       name: as in the evidence, but for means in bfloat16.
       code: how it is written in a program, without ``lioncub_jax.``.
-      kind: "ours", "other", or "mean" of gradients, with which all are compared.
+      kind: "ours", "other" (those of `baselines`), or "mean" of gradients, with which all are compared.
       mean: bits that are all-reduced.
       up: bits that go to the owners, by an all-to-all.
       back: bits that come back, by an all-gather.

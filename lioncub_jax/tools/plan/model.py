@@ -25,6 +25,10 @@ MODEL = 8  # bytes of a float32 parameter and its gradient
 # How often a collective passes through a tree of all participants.
 _PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
 EXACT = "exact"  # a link that reaches its rate
+NO_GROUP = (
+    "it has no group=, which --devices-per-worker stands for; devices of one worker on an inner mesh axis "
+    "work, and are not calculated here"
+)
 
 
 SHARES: list[dict[str, Any]] = rows_of("shares.json")
@@ -285,9 +289,7 @@ def step_time(scheme: Scheme, params: optax.Params | int, cluster: Cluster) -> E
     """
     size, group = parameters_in(params), cluster.group_size
     if group > 1 and not scheme.two_levels:
-        raise ValueError(
-            "it has no two levels: each device is a worker, or several by an inner mesh axis"
-        )
+        raise ValueError(NO_GROUP)
     workers, measured, on_cpu = cluster.num_workers, cluster.measured, cluster.on_cpu
     # XLA for CPUs sends bfloat16 as float32, and reduces each array by itself; codes travel together.
     mean = 32 if scheme.mean == 16 and on_cpu and not measured else scheme.mean
@@ -314,13 +316,18 @@ def step_time(scheme: Scheme, params: optax.Params | int, cluster: Cluster) -> E
     memory = measured.memory_bandwidth if measured else cluster.memory
     return Estimate(
         sent_bytes=sent_bytes / scheme.every,
-        state_bytes=(scheme.each + scheme.shared / workers) * size / group,
+        state_bytes=state_bytes(scheme, size, cluster),
         every=scheme.every,
         local=8 * 2 * packed / memory,  # written once and read once
         fixed=fixed,
         link_bits=link_bits,
         bandwidth=cluster.link.bandwidth,
     )
+
+
+def state_bytes(scheme: Scheme, parameters: int, cluster: Cluster) -> float:
+    """Bytes of the optimizer's state on a device; the devices of a worker share them, by any axis."""
+    return (scheme.each + scheme.shared / cluster.num_workers) * parameters / cluster.group_size
 
 
 def _hops(op: str, participants: int) -> int:

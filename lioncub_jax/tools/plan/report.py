@@ -17,7 +17,15 @@ from lioncub_jax.exchange.arguments import check_number
 from lioncub_jax.tools.plan import evidence
 from lioncub_jax.tools.plan.evidence import Found, Learned
 from lioncub_jax.tools.plan.methods import BFLOAT16, SCHEMES, Scheme, scheme_named
-from lioncub_jax.tools.plan.model import MODEL, Cluster, Estimate, parameters_in, step_time
+from lioncub_jax.tools.plan.model import (
+    MODEL,
+    NO_GROUP,
+    Cluster,
+    Estimate,
+    parameters_in,
+    state_bytes,
+    step_time,
+)
 
 TIES = "vote", "vote-2-bits"  # where workers who disagree are a tie
 TIED = "Votes of two workers, where each disagreement is a tie, were not measured."
@@ -151,9 +159,12 @@ class Plan(NamedTuple):
 
         If none was seen to reach it, this is ``owner_adamw``; None if that does not fit.
         """
-        each = {n: row for n, row in self.rows.items() if row.scheme.every * row.accumulate == 1}
-        known = [row for row in each.values() if row.ratio() < math.inf]
-        return min(known, key=self.exchange, default=each.get(OWNER))
+        known = [row for row in self.each_step() if row.ratio() < math.inf]
+        return min(known, key=self.exchange, default=self.rows.get(OWNER))
+
+    def each_step(self) -> list[Row]:
+        """Lists the methods that exchange in each step, measured or not."""
+        return [row for row in self.rows.values() if row.scheme.every * row.accumulate == 1]
 
     def longest(self) -> int:
         """Returns how many times as long as computing an exchange in each step may take.
@@ -245,17 +256,17 @@ def plan(
     nearest = evidence.cell_for(cluster.num_workers, tokens, data, size)
     rows, refused = {}, {}
     for scheme in SCHEMES:
-        try:
-            estimate = step_time(scheme, params, cluster)
-        except ValueError as reason:
-            refused[scheme.name] = str(reason)
-            continue
-        holds = MODEL * size / cluster.group_size + estimate.state_bytes
+        holds = MODEL * size / cluster.group_size + state_bytes(scheme, size, cluster)
         if holds > memory:
             refused[scheme.name] = (
                 f"parameters, gradients and state in float32 take {bytes_text(holds)} of a device that "
                 f"has {bytes_text(memory)}"
             )
+            continue
+        try:
+            estimate = step_time(scheme, params, cluster)
+        except ValueError as reason:
+            refused[scheme.name] = str(reason)
             continue
         unknown = nearest.distance == evidence.FAR or (
             cluster.num_workers == 2 and scheme.name in TIES
@@ -380,9 +391,10 @@ def _rival(plan: Plan) -> str:
     rival = next((other for other in others if plan.rows[other].scheme.kind != kind), after)
 
     def longer(other: str) -> str:
-        return f"{digits(times[other] / times[name])} times"
+        factor = digits(times[other] / times[name])
+        return "as long" if factor == "1" else f"{factor} times as long"
 
-    words = f"The next, {plan.rows[after].code}, takes about {longer(after)} as long"
+    words = f"The next, {plan.rows[after].code}, takes about {longer(after)}"
     if rival != after:
         whose = "of others" if kind == "ours" else "of this library"
         words += f", and the best {whose}, {plan.rows[rival].code}, {longer(rival)}"
@@ -418,18 +430,28 @@ def _local_steps(plan: Plan) -> str:
     longer = digits(takes / plan.compute)
     longer = f"just above {limit}" if longer == str(limit) else longer
     why = "" if limit < workers - 1 else f", where {workers} workers are no faster than one"
-    tied = f"{TIED} " if workers == 2 else ""
+    beside = f"{TIED} " if workers == 2 else ""
     measured = any(row.learned and row.scheme.every >= steps for row in plan.rows.values())
     few = "" if measured else "So few exchanges were not measured here; "
     where, known = _link_text(plan), least.ratio() < math.inf
     unknown = f"no method was measured. {_capital(where)} an exchange"
     which = f"{where} the least exchange" if known else unknown
-    refused = plan.refused.get(coded.name)
-    but = f" The plan refuses it here: {refused}." if refused else ""
+    small = min(plan.each_step(), key=plan.exchange)
+    times = plan.exchange(small) / plan.compute
+    if not known and workers > 2 and times <= limit:
+        beside = (
+            f"That of {small.code} takes {digits(times)} times as long as computing, and was not measured "
+            "here: compare it too. "
+        )
+    refused, but = plan.refused.get(coded.name), ""
+    if refused == NO_GROUP:
+        but = " It has no group=, so the devices of a worker must share an inner mesh axis, such as fsdp."
+    elif refused:
+        but = f" The plan refuses it here: {refused}."
     return (
         f"Take local steps: {which}, of {least.code}, takes "
         f"{seconds_text(takes)}. This is {longer} times as long as computing. The limit is "
-        f"{limit}{why}. {tied}Let each worker take {steps:,} steps or more alone, by local_steps= and "
+        f"{limit}{why}. {beside}Let each worker take {steps:,} steps or more alone, by local_steps= and "
         f"baselines.diloco(bits=4). Its exchange takes {seconds_text(exchange)}, at most a tenth of their "
         f"computing.{but} {few}DiLoCo's paper, arXiv 2311.08105, has one in 500 steps. Compare the loss "
         "with that of one machine."
@@ -511,7 +533,11 @@ def _measured(plan: Plan, row: Row) -> str:
     assert how
     measured = "Measured" if distance == evidence.HERE else "Nearest measurement"
     micro = f"{scheme.learns}-micro-{row.accumulate}"
+    alone = [one for one in plan.rows.values() if one.scheme.every > 1]
     notes = {
+        "Local steps were not measured there.": (
+            plan.exchange(row) > plan.compute and not any(one.learned for one in alone)
+        ),
         "bfloat16 is assumed to learn like float32.": scheme.name != scheme.learns,
         "Micro-steps are taken to cost it the most that they cost any method.": (
             row.accumulate > 1 and micro not in methods
