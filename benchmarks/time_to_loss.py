@@ -11,13 +11,12 @@ milliseconds are those of the real training step of four workers, in the lab at 
 requirements/peers.txt), which take the steps of the same method in JAX.
 """
 
-import argparse
 import json
 from pathlib import Path
 
 import report
 from goal import curves, evidence, lab, pages
-from goal.contenders import CONTENDERS, contender_named
+from goal.contenders import CONTENDERS
 from goal.model import TOKENS
 
 ROOT = Path(__file__).parents[1]
@@ -25,38 +24,26 @@ ROWS = ROOT / "benchmarks" / "results" / "time_to_loss.jsonl"
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parsed(argv)
+    parser = report.rows_parser(__doc__, ROWS)
+    parser.add_argument("--torch", action="store_true", help="time those of PyTorch, too")
+    parser.add_argument("--again", action="store_true", help="measure nothing: sum up the rows")
+    args = parser.parse_args(argv)
+    try:
+        report.read(args.save, curves.key_of)
+    except ValueError as error:
+        parser.error(str(error))
     if not args.again:
-        run_times(args)
+        run_times(args.save, [*CONTENDERS, lab.NOTHING, *(lab.TORCH if args.torch else ())])
     rows = report.read(args.save, curves.key_of)
     print(json.dumps({"benchmark": "time_to_loss", **pages.keys(evidence.evidence(rows))}))
 
 
-def parsed(argv: list[str] | None) -> argparse.Namespace:
-    parser = report.rows_parser(__doc__, ROWS)
-    parser.add_argument("--contender", action="append", help="some only")
-    parser.add_argument("--torch", action="store_true", help="time those of PyTorch, too")
-    parser.add_argument("--rates", nargs="+", default=list(lab.RATES), choices=lab.RATES)
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), choices=TOKENS)
-    parser.add_argument("--again", action="store_true", help="measure nothing: sum up the rows")
-    args = parser.parse_args(argv)
-    try:
-        for name in args.contender or ():
-            contender_named(name)
-        report.read(args.save, curves.key_of)
-    except ValueError as error:
-        parser.error(str(error))
-    args.contender = args.contender or list(CONTENDERS)
-    return args
-
-
-def run_times(args: argparse.Namespace) -> None:
+def run_times(save: Path, names: list[str]) -> None:
     """Times every stage of each contender, with each noise at each rate."""
-    names = [*args.contender, lab.NOTHING, *(lab.TORCH if args.torch else ())]
-    for tokens in args.tokens:
-        for rate in args.rates:
+    for tokens in TOKENS:
+        for rate in lab.RATES:
             for row in lab.timed(lab.entries(names, tokens), rate):
-                report.append(args.save, [row | report.provenance()])
+                report.append(save, [row | report.provenance()])
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def test_a_method_is_the_same_simulated_and_as_a_transform(names):
         first = simulator.init(params, WORKERS)
         return scanned({0: simulator}, {0: first}, params, grads)[0][0]
 
-    txs = {name: ALL[name].made(*given, AXIS).tx for name in names}
+    txs = {name: ALL[name].made(*given, AXIS) for name in names}
     found = run_workers(txs, params, grads)
     for name in names:
         for leaf, want in jax.jit(simulated, static_argnums=0)(name).items():
@@ -143,7 +143,7 @@ def test_agreement_is_that_of_pairs():
 
 
 def test_the_real_step_of_a_contender_trains():
-    made = contenders.timed("one-bit-adam", contenders.CODED, AXIS)
+    made = contenders.timed("one-bit-adam", contenders.CODED)
     racing = trainer.Trainer(trainer.mesh_of(jax.devices()[:2]), made, TOKENS[0])
     before = jax.tree.leaves(racing.state.params)[0].copy()
     racing.step()

@@ -50,20 +50,6 @@ class Hyper(NamedTuple):
     decay: Any
 
 
-class Recipe(NamedTuple):
-    """Arguments of `make_train_step`.
-
-    Attributes:
-      tx: what the workers share.
-      local_steps: steps that a worker takes alone before that.
-      local: by which optimizer.
-    """
-
-    tx: optax.GradientTransformation
-    local_steps: int = 1
-    local: optax.GradientTransformation | None = None
-
-
 class Family(NamedTuple):
     """The first values of tuning, and those that it tries instead.
 
@@ -90,10 +76,9 @@ class Contender(NamedTuple):
     Attributes:
       code: how it is written in a program, without ``lioncub_jax.``.
       side: "ours" or "other".
-      source: the paper, or "ours".
       family: of which optimizer its rate and betas are.
       simulated: ``(Hyper, Schedule) -> Simulator``.
-      made: ``(Hyper, Schedule, workers) -> Recipe``.
+      made: ``(Hyper, Schedule, workers) -> optax.GradientTransformation``, of `make_train_step`.
       local_steps: steps of a worker between two talks.
       local: ``(Hyper, Schedule) -> optimizer`` that takes them.
       stages: the first step of each kind of step, and its name.
@@ -104,10 +89,9 @@ class Contender(NamedTuple):
 
     code: str
     side: str
-    source: str
     family: Family
     simulated: Callable[[Hyper, Schedule], Simulator]
-    made: Callable[[Hyper, Schedule, Any], Recipe]
+    made: Callable[[Hyper, Schedule, Any], optax.GradientTransformation]
     local_steps: int = 1
     local: Callable[[Hyper, Schedule], optax.GradientTransformation] | None = None
     stages: tuple[tuple[int, str], ...] = ((0, ""),)
@@ -134,83 +118,89 @@ def adamw(h: Hyper, rate: Schedule) -> optax.GradientTransformation:
     return falling(adam(h), h, rate)
 
 
-def mean_of(
-    code: str, source: str, family: Family, direction: Any, dtype: Any = jnp.float32
-) -> Contender:
+def mean_of(code: str, family: Family, direction: Any, dtype: Any = jnp.float32) -> Contender:
     """An optimizer of the mean gradient."""
     return Contender(
-        code, OTHER, source, family,
+        code, OTHER, family,
         lambda h, rate: reference_baselines.averaged(falling(direction(h), h, rate)),
-        lambda h, rate, workers: Recipe(
-            lc.global_gradients(falling(direction(h), h, rate), dtype, workers=workers)
+        lambda h, rate, workers: lc.global_gradients(
+            falling(direction(h), h, rate), dtype, workers=workers
         ),
     )  # fmt: skip
 
 
-def voting(code: str, source: str, family: Family, simulated: Any, made: Any) -> Contender:
+def voting(code: str, family: Family, simulated: Any, made: Any) -> Contender:
     """One whose direction is agreed on: ``simulated(h)`` and ``made(h, workers)`` are directions."""
     return Contender(
-        code, OURS, source, family,
+        code, OURS, family,
         lambda h, rate: reference.optimizer(simulated(h), rate, h.decay),
-        lambda h, rate, workers: Recipe(falling(made(h, workers), h, rate)),
+        lambda h, rate, workers: falling(made(h, workers), h, rate),
     )  # fmt: skip
 
 
-def owned(
-    code: str, family: Family, direction: Any, quantizer: Any, codes: Any, bits: int | None
+def voted(
+    code: str,
+    codes: Any = None,
+    decide: Any = None,
+    schedule: Any = None,
+    every: int = 0,
+    **parts: Any,
 ) -> Contender:
-    """A direction at the owner, answered by its sign or in so many bits."""
-    fed = coding.error_feedback(codes, quantizer.value.error_dtype, quantizer.value.keep)
-    reply = lc.decide.sign() if bits is None else lc.decide.codes(bits)
+    """`lion_cub`, or votes that differ from it in one part, for the oracle and for the library."""
+
+    def simulated(h: Hyper) -> Simulator:
+        votes = reference.local_momentum(h.b1, h.b2, codes=codes, decide=decide)
+        coded = 0 if schedule is None or schedule.codec is None else 1
+        return reference_sync.synced(votes, schedule.due, coded=coded) if schedule else votes
+
+    def made(h: Hyper, workers: Any) -> optax.GradientTransformation:
+        votes = lc.scale_by_lion_cub(h.b1, h.b2, workers=workers, **parts)
+        return lc.sync.sync_momentum(votes, schedule, workers=workers) if schedule else votes
+
+    one = voting(code, LION, simulated, made)
+    return one._replace(votes=True, syncs_every=every)
+
+
+def owned(code: str, family: Family, direction: Any, reply_bits: int | None) -> Contender:
+    """A direction at the owner of codes of 3 bits, answered by its sign or in so many bits."""
+    quantizer = lc.quantize.error_feedback(lc.quantize.midrise(3))
+    codes = coding.error_feedback(
+        coding.midrise(3), quantizer.value.error_dtype, quantizer.value.keep
+    )
+    reply = lc.decide.sign() if reply_bits is None else lc.decide.codes(reply_bits)
     return voting(
-        code, "ours", family,
-        lambda h: reference.at_owner(direction(h), fed, bits),
+        code, family,
+        lambda h: reference.at_owner(direction(h), codes, reply_bits),
         lambda h, workers: lc.owner(
             direction(h), quantizer=quantizer, reply=reply, workers=workers
         ),
     )  # fmt: skip
 
 
-def power(rank: int, bits: int | None = None) -> Contender:
-    code = f"baselines.powersgd(optax.adamw(...), {rank}{'' if bits is None else f', {bits}'})"
+def power(rank: int) -> Contender:
     return Contender(
-        code, OTHER if bits is None else OURS, "1905.13727", ADAM,
-        lambda h, rate: reference_power.powersgd(adamw(h, rate), rank, bits),
-        lambda h, rate, workers: Recipe(
-            baselines.powersgd(adamw(h, rate), rank, bits, workers=workers)
-        ),
+        f"baselines.powersgd(optax.adamw(...), {rank})", OTHER, ADAM,
+        lambda h, rate: reference_power.powersgd(adamw(h, rate), rank),
+        lambda h, rate, workers: baselines.powersgd(adamw(h, rate), rank, workers=workers),
     )  # fmt: skip
 
 
 def local_updates(
-    code: str, side: str, source: str, steps: int, simulated: Callable[[], Simulator],
+    code: str, side: str, steps: int, simulated: Callable[[], Simulator],
     made: Callable[[Any], optax.GradientTransformation],
 ) -> Contender:  # fmt: skip
     """Workers that take steps of AdamW on their own, and what they share of how far they came."""
     return Contender(
-        f"make_train_step(..., {code}, local_steps={steps}, local=optax.adamw(...))",
-        side, source, ADAM,
+        f"make_train_step(..., {code}, local_steps={steps}, local=optax.adamw(...))", side, ADAM,
         lambda h, rate: simulated(),
-        lambda h, rate, workers: Recipe(made(workers), steps, adamw(h, rate)),
+        lambda h, rate, workers: made(workers),
         steps, adamw,
     )  # fmt: skip
 
 
-def averaged_in_codes(steps: int) -> Contender:
-    """The mean of local steps, whose differences travel in codes of 4 bits."""
-    fed = coding.error_feedback(coding.midrise(4), jnp.float32)
-    return local_updates(
-        "baselines.diloco(1.0, momentum=0, bits=4)", OURS, "ours", steps,
-        lambda: reference.at_owner(optax.scale(-1.0), fed, 4),
-        lambda workers: baselines.diloco(1.0, 0, 4, workers=workers),
-    )  # fmt: skip
-
-
-def one_bit_adam(stage_of: int) -> Callable[[Hyper, Schedule, Any], Recipe]:
-    return lambda h, rate, workers: Recipe(
-        baselines.one_bit_adam(
-            rate, h.b1, h.b2, weight_decay=h.decay, warmup=stage_of, workers=workers
-        )
+def one_bit_adam(stage_of: int) -> Callable[[Hyper, Schedule, Any], optax.GradientTransformation]:
+    return lambda h, rate, workers: baselines.one_bit_adam(
+        rate, h.b1, h.b2, weight_decay=h.decay, warmup=stage_of, workers=workers
     )
 
 
@@ -219,37 +209,23 @@ def warmup_of(rate: Schedule) -> int:
     return round(0.15 * getattr(rate, "steps", STEPS))
 
 
-def fed_back(bits: int) -> Any:
-    return lc.quantize.error_feedback(lc.quantize.midrise(bits))
-
-
 MEAN = optax.sgd(1.0)  # of how far workers came
 
 CONTENDERS: dict[str, Contender] = {
-    "lion": mean_of("global_gradients(optax.lion(...))", "2302.06675", LION, lion),
-    "adamw": mean_of("global_gradients(optax.adamw(...))", "1711.05101", ADAM, adam),
-    "vote": voting(
-        "lion_cub(...)", "2404.00438", LION,
-        lambda h: reference.local_momentum(h.b1, h.b2),
-        lambda h, workers: lc.communicate(
-            momentum=lc.momentum.blend(h.b1, h.b2), workers=workers
-        ),
-    )._replace(votes=True),
-    "owner-lion": owned(
-        "owner_lion(...)", LION, lion, fed_back(3), coding.midrise(3), None
-    ),
-    "owner-adamw": owned(
-        "owner_adamw(...)", ADAM, adam, fed_back(3), coding.midrise(3), 2
-    ),
+    "lion": mean_of("global_gradients(optax.lion(...))", LION, lion),
+    "adamw": mean_of("global_gradients(optax.adamw(...))", ADAM, adam),
+    "vote": voted("lion_cub(...)"),
+    "owner-lion": owned("owner_lion(...)", LION, lion, None),
+    "owner-adamw": owned("owner_adamw(...)", ADAM, adam, 2),
     "powersgd-4": power(4),
     "powersgd-16": power(16),
     "local-2": local_updates(
-        "global_gradients(optax.sgd(1.0))", OTHER, "1805.09767", 2,
+        "global_gradients(optax.sgd(1.0))", OTHER, 2,
         lambda: reference_baselines.averaged(MEAN),
         lambda workers: lc.global_gradients(MEAN, workers=workers),
     ),
     "one-bit-adam": Contender(
-        "baselines.one_bit_adam(...)", OTHER, "2102.02888", ADAM,
+        "baselines.one_bit_adam(...)", OTHER, ADAM,
         lambda h, rate: reference.optimizer(
             reference_adam.one_bit_adam(h.b1, h.b2, warmup=warmup_of(rate)), rate, h.decay
         ),
@@ -269,36 +245,13 @@ def averaged_in_bfloat16(tx: optax.GradientTransformation) -> Simulator:
     return Simulator(mean.init, update)
 
 
-def outer(rate: float, momentum: float, steps: int = 32) -> Contender:
+def outer(rate: float, momentum: float) -> Contender:
     """DiLoCo whose differences travel in codes of 4 bits."""
     return local_updates(
-        f"baselines.diloco({rate}, {momentum}, bits=4)", OURS, "2311.08105", steps,
+        f"baselines.diloco({rate}, {momentum}, bits=4)", OURS, 32,
         lambda: reference_baselines.diloco(rate, momentum, 4),
         lambda workers: baselines.diloco(rate, momentum, 4, workers=workers),
     )  # fmt: skip
-
-
-def voted(
-    code: str,
-    codes: Any = None,
-    decide: Any = None,
-    schedule: Any = None,
-    every: int = 0,
-    **parts: Any,
-) -> Contender:
-    """Votes that differ from `lion_cub`'s in one part, for the oracle and for the library."""
-
-    def simulated(h: Hyper) -> Simulator:
-        votes = reference.local_momentum(h.b1, h.b2, codes=codes, decide=decide)
-        coded = 0 if schedule is None or schedule.codec is None else 1
-        return reference_sync.synced(votes, schedule.due, coded=coded) if schedule else votes
-
-    def made(h: Hyper, workers: Any) -> optax.GradientTransformation:
-        votes = lc.scale_by_lion_cub(h.b1, h.b2, workers=workers, **parts)
-        return lc.sync.sync_momentum(votes, schedule, workers=workers) if schedule else votes
-
-    one = voting(code, "ours", LION, simulated, made)
-    return one._replace(votes=True, syncs_every=every)
 
 
 # Two bits of a vote, which keep more of its size: the sums of the paper with p = 2.
@@ -307,14 +260,9 @@ TWO_BITS = voted(
     coding.midrise(2),
     quantizer=lc.quantize.midrise(2),
 )
-
-BFLOAT16 = Contender(
-    "global_gradients(optax.adamw(...), 'bfloat16')", OTHER, "1711.05101", ADAM,
-    lambda h, rate: averaged_in_bfloat16(adamw(h, rate)),
-    lambda h, rate, workers: Recipe(
-        lc.global_gradients(adamw(h, rate), "bfloat16", workers=workers)
-    ),
-)  # fmt: skip
+BFLOAT16 = mean_of(
+    "global_gradients(optax.adamw(...), 'bfloat16')", ADAM, adam, "bfloat16"
+)._replace(simulated=lambda h, rate: averaged_in_bfloat16(adamw(h, rate)))
 # Outer optimizers that are tried, once the rest of DiLoCo is tuned.
 OUTERS = {
     "diloco-32-coded": outer(0.7, 0.9),
@@ -325,7 +273,13 @@ OUTERS = {
 LONG: dict[str, Contender] = {
     "vote-2-bits": TWO_BITS,
     "powersgd-8": power(8),
-    "local-8-coded": averaged_in_codes(8),
+    "local-8-coded": local_updates(
+        "baselines.diloco(1.0, momentum=0, bits=4)", OURS, 8,
+        lambda: reference.at_owner(
+            optax.scale(-1.0), coding.error_feedback(coding.midrise(4), jnp.float32), 4
+        ),
+        lambda workers: baselines.diloco(1.0, 0, 4, workers=workers),
+    ),
     **OUTERS,
     "adamw-micro-4": BFLOAT16._replace(accumulate=4),
     "adamw-micro-16": BFLOAT16._replace(accumulate=16),
@@ -357,13 +311,13 @@ REASONS: dict[str, Contender] = {
 }  # fmt: skip
 
 
-def timed(name: str, stage: str, workers: Any) -> Recipe:
-    """A recipe whose every step is of that stage."""
-    h, rate = Hyper(1e-4, 0.9, 0.99, DECAYS[0]), lambda count: 1e-4
+def timed(name: str, stage: str) -> Contender:
+    """A contender whose every step is of that stage."""
+    one = CONTENDERS[name]
     if not stage:
-        return CONTENDERS[name].made(h, rate, workers)
+        return one
     # 1-bit Adam that stays in its first stage, or is in its second from the second step on.
-    return one_bit_adam(FOREVER if stage == FULL else 1)(h, rate, workers)
+    return one._replace(made=one_bit_adam(FOREVER if stage == FULL else 1))
 
 
 def contender_named(name: str) -> Contender:

@@ -10,9 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -1,10 +1,11 @@
 """Milliseconds of a step in the network lab: all contenders in turns, by real processes."""
 
 import json
+import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,10 +63,16 @@ def timed(entries: list[Entry], rate: str) -> Iterator[dict[str, Any]]:
             yield from timed_together(some, framework, rate)
 
 
-def timed_together(entries: list[Entry], framework: str, rate: str) -> Iterator[dict[str, Any]]:
+def timed_together(
+    entries: list[Entry], framework: str, rate: str, workers: int = WORKERS
+) -> Iterator[dict[str, Any]]:
     """All in one session."""
-    job = {"entries": entries, "turns": TURNS, "seconds": SECONDS}
-    reports = held(job, rate, framework)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job = {"entries": entries, "turns": TURNS, "seconds": SECONDS}
+        (folder / "job.json").write_text(json.dumps(job))
+        run([str(PROGRAMS[framework]), name], rate, workers)
+        reports = [json.loads((folder / f"worker{i}.json").read_text()) for i in range(workers)]
     for entry in entries:
         blocks = [block for one in reports for block in one if block["method"] == entry.key]
         of_turn = [[block for block in blocks if block["turn"] == turn] for turn in range(TURNS)]
@@ -76,22 +83,21 @@ def timed_together(entries: list[Entry], framework: str, rate: str) -> Iterator[
         seconds = [max(b["seconds"] for b in some) / local_steps for some in of_turn]
         sent = statistics.median(max(b["sent_bytes"] for b in some) for some in of_turn)
         yield {
-            "part": "time", **entry._asdict(), "network": rate, "workers": WORKERS,
+            "part": "time", **entry._asdict(), "network": rate, "workers": workers,
             "seconds": statistics.median(seconds), "fastest": min(seconds), "slowest": max(seconds),
             "interface_bytes": sent / local_steps,
         }  # fmt: skip
 
 
-def held(job: Mapping[str, Any], rate: str, framework: str) -> list[list[dict[str, Any]]]:
-    """The blocks of each worker of a session; the output of one that fails is shown."""
+def run(program: list[str], rate: str, workers: int) -> None:
+    """Runs Python with these words for each worker of a session; the output of one that fails is shown."""
     bits = None if rate == UNSHAPED else units.rate(rate)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "job.json").write_text(json.dumps(job))
-        cache = {"JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "lioncub-goal")}
-        command = [sys.executable, str(PROGRAMS[framework]), name]
-        output: list[str] = []
-        done = lab.run(lab.Network(WORKERS, bits), command, write=output.append, environment=cache)
-        if done.exit_code:
-            sys.exit("\n".join([*output, f"a worker of {framework} failed: {done.exit_code}"]))
-        return [json.loads((folder / f"worker{i}.json").read_text()) for i in range(WORKERS)]
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "lioncub-goal"),
+        "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, HERE.parents[1] / "examples"))),
+    }
+    output: list[str] = []
+    network, command = lab.Network(workers, bits), [sys.executable, *program]
+    done = lab.run(network, command, write=output.append, environment=environment)
+    if done.exit_code:
+        sys.exit("\n".join([*output, f"a worker of {program[0]} failed: {done.exit_code}"]))

@@ -220,8 +220,8 @@ def bits(name: str, workers: int) -> float:
 def sent(name: str, workers: int) -> list[float]:
     """Bytes of an exchange, the most first."""
     at = lc.Workers(jax.sharding.AbstractMesh((workers,), ("data",)), "data")
-    made = contender_named(name).made(Hyper(1e-3, 0.9, 0.99, 0.1), lambda t: 1e-3, at)
-    return sorted(lc.audit.of(made.tx, curves.shapes(), at).stages, reverse=True)
+    tx = contender_named(name).made(Hyper(1e-3, 0.9, 0.99, 0.1), lambda t: 1e-3, at)
+    return sorted(lc.audit.of(tx, curves.shapes(), at).stages, reverse=True)
 
 
 def seconds(packaged: Found) -> str:
