@@ -141,7 +141,7 @@ def figure(row: dict[str, Any], name: str, form: str) -> str:
 
 def documented(document: str, rows: report.Rows) -> str:
     """The document with a table for each model that was compiled, and one of collectives of buckets."""
-    known = by_step(rows)
+    known, tables = by_step(rows), {}
     for model in dict.fromkeys(model for _, model, _ in known):
         steps = list(dict.fromkeys(method for _, of, method in known if of == model))
         lines = [
@@ -149,7 +149,7 @@ def documented(document: str, rows: report.Rows) -> str:
             for machine in dict.fromkeys(machine for machine, of, _ in known if of == model)
             for title, (name, form) in FIGURES.items()
         ]
-        document = report.written(document, model, report.markdown(["machine", "", *steps], lines))
+        tables[model] = report.markdown(["machine", "", *steps], lines)
     lines = [
         [machine, f"{arrives * 7 / 8e6:.2f}", f"{arrives * 7 / 1e5:.0f}", f"{1e6 * seconds:,.0f}"]
         for (machine, _, method), row in known.items()
@@ -157,8 +157,10 @@ def documented(document: str, rows: report.Rows) -> str:
         for op, arrives, seconds in row["exchanges"]
         if op == "all-to-all"
     ]
-    head = ["machine", "MB sent", "us on a wire of 100 Gbit/s", "us of matrix work meanwhile"]
-    return report.written(document, "buckets", report.markdown(head, lines)) if lines else document
+    if lines:
+        head = ["machine", "MB sent", "us on a wire of 100 Gbit/s", "us of matrix work meanwhile"]
+        tables["buckets"] = report.markdown(head, lines)
+    return report.written(document, tables)
 
 
 if __name__ == "__main__":

@@ -75,10 +75,10 @@ def packaged() -> dict[str, Any]:
 
 def left(part: str, save: Path) -> str:
     """A line on what is left of a part, in core hours."""
-    steps = {job.steps for job in lengths.jobs_of(part)}
+    steps = {job.steps for job in lengths.PARTS[part]}
     rows = {key_of(row): row for row in report.read(save, key_of)}.values()
     done = [row for row in rows if part_of(row) == part]
-    hours = lengths.hours_left(lengths.jobs_of(part), done, list(rows))
+    hours = lengths.hours_left(lengths.PARTS[part], done, list(rows))
     return f"part {part}, {max(steps):,} steps: {len(done)} runs done, {hours:.1f} core hours left"
 
 
@@ -94,7 +94,7 @@ def part_of(row: dict) -> str:
 def run(part: str, args: argparse.Namespace) -> None:
     """All jobs of a part; a bar of what is done is printed behind each."""
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        waiting = {pool.submit(run_job, job, args.save): job for job in lengths.jobs_of(part)}
+        waiting = {pool.submit(run_job, job, args.save): job for job in lengths.PARTS[part]}
         for done in as_completed(waiting):
             done.result()
             print(f"{waiting[done].contender} is done; {left(part, args.save)}", flush=True)

@@ -202,7 +202,7 @@ def lines_of(rows: Rows) -> list[list[str]]:
 
 def documented(document: str, rows: Rows) -> str:
     """The document with the table of these rows."""
-    return report.written(document, "faults", report.markdown(HEAD, lines_of(rows)))
+    return report.written(document, {"faults": report.markdown(HEAD, lines_of(rows))})
 
 
 if __name__ == "__main__":

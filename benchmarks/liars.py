@@ -116,7 +116,7 @@ def documented(document: str, rows: report.Rows) -> str:
         line[row["method"]] = min(line.get(row["method"], 1.0), np.mean(row["accuracy"]))
     cells = [[title, *(f"{x:.2f}" for x in line.values())] for title, line in lines.items()]
     table = report.markdown(["liars", *lines["nobody"]], cells)
-    return report.written(document, "liars", table)
+    return report.written(document, {"liars": table})
 
 
 def main() -> None:

@@ -252,7 +252,7 @@ def left(some: list[Job], rows: report.Rows) -> str:
 def made() -> dict[Path, str]:
     """The page, with tables of the committed rows."""
     rows = report.read(ROWS, key_of)
-    tables, page = Tables(rows, ALL), PAGE.read_text()
+    tables = Tables(rows, ALL)
     eight, four = (MIDDLE, "alike"), (WORKERS[0], "alike")
     texts = {
         "accuracies": tables.accuracies(METHODS, (*WORKERS, MANY)),
@@ -266,9 +266,7 @@ def made() -> dict[Path, str]:
         "agreement": tables.agreement("mavo", WORKERS),
         "left": left(jobs("fashion"), report.rows_of(rows, data="fashion")) + ".\n",
     }  # fmt: skip
-    for place, text in texts.items():
-        page = report.written(page, place, text)
-    return {PAGE: page}
+    return {PAGE: report.written(PAGE.read_text(), texts)}
 
 
 def main(argv: list[str] | None = None) -> None:

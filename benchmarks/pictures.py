@@ -13,7 +13,7 @@ from typing import Any
 
 import matplotlib.style
 import numpy as np
-from goal.choice import SIZE, cluster_at
+from goal.answer import SIZE, cluster_at
 from matplotlib.figure import Figure
 from PIL import Image
 

@@ -6,7 +6,7 @@ import json
 import pathlib
 import platform
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import flax
@@ -114,21 +114,23 @@ def rows_of(rows: Iterable[dict[str, Any]], **wanted: Any) -> Rows:
     return [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
 
 
-def written(document: str, name: str, text: str) -> str:
-    """The document with this text between ``<!-- name -->`` and ``<!-- end -->``.
+def written(document: str, texts: Mapping[str, str]) -> str:
+    """The document with each text by name between ``<!-- name -->`` and ``<!-- end -->``.
 
     Raises:
-      ValueError: for a document without that place.
+      ValueError: for a document without such a place.
     """
-    before, mark, rest = document.partition(f"<!-- {name} -->\n")
-    _, end, after = rest.partition("<!-- end -->")
-    if not mark or not end:
-        raise ValueError(f"there is no place <!-- {name} --> ... <!-- end --> for the table")
-    return f"{before}{mark}{text}{end}{after}"
+    for name, text in texts.items():
+        before, mark, rest = document.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        if not mark or not end:
+            raise ValueError(f"there is no place <!-- {name} --> ... <!-- end --> for the table")
+        document = f"{before}{mark}{text}{end}{after}"
+    return document
 
 
-def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown; all columns but the first are numbers."""
+def markdown(head: Iterable[str], lines: Iterable[Iterable[str]], columns: str = "---:") -> str:
+    """A table in Markdown; all columns but the first are numbers, if ``columns`` says no other."""
     names = list(head)
-    rule = ["---"] + ["---:"] * (len(names) - 1)
+    rule = ["---"] + [columns] * (len(names) - 1)
     return "".join("| " + " | ".join(cells) + " |\n" for cells in [names, rule, *lines])

@@ -13,7 +13,7 @@ import optax
 import pages
 import pytest
 from conftest import AXIS, absent
-from goal import answer, choice, published
+from goal import answer, published
 
 import lioncub_jax as lc
 from lioncub_jax.audit import units
@@ -817,22 +817,22 @@ def test_users_get_the_answer_that_an_expert_would_sign(user):
 
 
 def test_the_networks_of_the_table_have_neither_latency_nor_packing():
-    at = choice.cluster_at(10, 8)
-    dense, vote = (exchange_of(name, at, choice.SIZE) for name in ("lion", "vote"))
+    at = answer.cluster_at(10, 8)
+    dense, vote = (exchange_of(name, at, answer.SIZE) for name in ("lion", "vote"))
     assert dense.communication() == pytest.approx(10)  # times the second of computing
     assert vote.communication() == pytest.approx(10 * vote.link_bits / dense.link_bits)
     assert vote.local == 0
 
 
 def test_the_table_is_small_and_gives_the_answer_of_a_plan():
-    rows = [row for row in choice.what_to_use() if row.plans]
+    rows = answer.what_to_use()
     asked = [(row.data, *at) for row in rows for at in row.plans]
     assert len(set(asked)) == len(asked)
     lines = answer.what_to_use_text().split("\n\n")[0].splitlines()
     assert len(rows) == len(lines) - 2 <= 8
     for row, line in zip(rows, lines[2:], strict=True):
         for (tokens, network), plan in row.plans.items():
-            at = choice.cluster_at(network, plan.cluster.num_workers)
+            at = answer.cluster_at(network, plan.cluster.num_workers)
             again = planner.plan(10**7, at, 1.0, tokens=tokens, data=row.data)
             assert (again.use(), again.verdict()) == (row.method(), row.verdict())
             assert f"{tokens:,}" in line

@@ -121,19 +121,19 @@ def test_long_runs_are_tuned_by_four_runs_from_what_was_best_in_short_ones(tmp_p
 
     once = report.Once(tmp_path / "rows.jsonl", curves.key_of, Runner())
     run = partial(lengths.run, once=once, short=report.read(time_to_loss.ROWS))
-    job = lengths.Job("1024", "adamw", 1024)
+    job = lengths.Job("adamw", 1024)
     run(job)
     run(job)  # nothing twice
     assert [one.rate for one in ran] == [0.00566, 0.00283, *[0.00283] * 2, *[0.00283] * 3]
     assert [one.seed for one in ran] == [tuning.SEED] * 4 + [0, 1, 2]
-    run(lengths.Job("4096", "adamw", 4096, factors=(0.5, 0.25), seeds=2))
+    run(lengths.Job("adamw", 4096, factors=(0.5, 0.25), seeds=2))
     assert [one.rate for one in ran[7:]] == [0.00142, 0.000708, 0.00142]
-    run(lengths.jobs_of("reason")[-1]._replace(like="adamw", seeds=1))  # the mean of signs
+    run(lengths.PARTS["reason"][-1]._replace(like="adamw", seeds=1))  # the mean of signs
     assert [one[5:9] for one in ran[10:]] == [
         (0.00566, 0.8, 0.98, 0.05), (0.0113, 0.8, 0.98, 0.025)
     ]  # fmt: skip
     with pytest.raises(ValueError, match=r"none of powersgd-4, .* ran: run --part 1024 first"):
-        run(lengths.Job("4096", "best-powersgd", 4096, factors=(0.5,)))
+        run(lengths.Job("best-powersgd", 4096, factors=(0.5,)))
 
 
 def test_agreement_is_that_of_pairs():
@@ -173,14 +173,18 @@ def time(name, seconds, stage=""):
     }  # fmt: skip
 
 
-CELL = pages.Cell(TOKENS[0], "100mbit")
-
-
 def story(vote=3.0, **more):
     """Lion falls from 5 to 3 bits, AdamW to 2.5, the vote as fast as Lion, in steps of its own time."""
     rows = ran("lion", 3.0) + ran("adamw", 2.5) + ran("vote", vote, **more)
     rows += ran("owner-adamw", 3.5) + ran("powersgd-16", 3.5)
     return [*rows, time("lion", 4.0), time("adamw", 4.0), time("vote", 0.25), time(NOTHING, 0.125)]
+
+
+def timed(rows):
+    """The one cell of the lab that `story` has times of."""
+    (cell,) = pages.cells(evidence.evidence(rows))
+    assert (cell.tokens, cell.network) == (TOKENS[0], "100mbit")
+    return cell
 
 
 def test_seconds_to_where_the_better_stands_are_steps_times_seconds_of_a_step():
@@ -189,19 +193,20 @@ def test_seconds_to_where_the_better_stands_are_steps_times_seconds_of_a_step():
     assert cell["better"] == "adamw"
     assert list(cell["loss"].values()) == pytest.approx([3.5, 3.0, 2.5])
     assert cell["methods"]["vote"]["steps"] == pytest.approx([0.75 * STEPS, STEPS, None])
-    took = pages.times(found, CELL)
+    lab = timed(story())
+    took = lab.times()
     assert took == pytest.approx(
         {"vote": STEPS / 4, "adamw": 0.8 * STEPS * 4, "lion": STEPS * 4}, rel=1e-3
     )
     assert pages.speedup(took) == ("vote", "adamw", 12.8)
-    assert pages.limit(found, CELL) == pytest.approx(0.8 * STEPS / 8, rel=1e-3)
+    assert lab.limit() == pytest.approx(0.8 * STEPS / 8, rel=1e-3)
 
 
 def test_steps_of_several_kinds_each_take_their_own_time_and_torch_those_of_its_method():
     rows = [*story(), *ran("one-bit-adam", 2.5), time("one-bit-adam", 4.0, contenders.FULL)]
-    assert "one-bit-adam" not in pages.times(evidence.evidence(rows), CELL)  # not timed yet
+    assert "one-bit-adam" not in timed(rows).times()  # not timed yet
     rows += [time("one-bit-adam", 0.25, contenders.CODED), time("torch-adamw-bfloat16", 0.5)]
-    took, warm = pages.times(evidence.evidence(rows), CELL), contenders.WARMUP
+    took, warm = timed(rows).times(), contenders.WARMUP
     want = warm * 4.0 + (0.8 * STEPS - warm) * 0.25
     assert took["one-bit-adam"] == pytest.approx(want, 1e-3)
     assert took["torch-adamw-bfloat16"] == pytest.approx(0.8 * STEPS * 0.5, 1e-3)
@@ -212,8 +217,9 @@ def test_who_never_gets_there_or_diverges_is_said_so(how):
     found = evidence.evidence(story(**how))
     learned = found["cells"][0]["methods"]["vote"]
     assert learned["steps"][1:] == [None, None] and (learned["loss"] is None) == ("loss" in how)
-    assert "vote" not in pages.times(found, CELL)
-    assert pages.speedup(pages.times(found, CELL)) == ("nobody", "adamw", None)
+    took = timed(story(**how)).times()
+    assert "vote" not in took
+    assert pages.speedup(took) == ("nobody", "adamw", None)
 
 
 def test_what_only_one_of_several_runs_reaches_is_not_measured():

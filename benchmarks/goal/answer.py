@@ -1,11 +1,106 @@
-"""The answer as pages show it, from what the planner says: a whole table and a short one."""
+"""What to use, from the evidence alone, and the same that `plan` says: a whole table and a short one.
 
+One number stands for a network: the time of a float32 mean of gradients over that of computing a step.
+There is no latency and no packing in it, and the model is a number of parameters.
+"""
+
+import itertools
+import math
 from collections.abc import Collection
+from typing import Any, NamedTuple
 
-from goal.choice import NETWORKS, SIZE, Use, what_to_use
-from lioncub_jax.tools.plan import DATA, Plan, evidence
-from lioncub_jax.tools.plan.evidence import LONG_RUN
-from lioncub_jax.tools.plan.report import MEASURE, NOT_MEASURED
+import report
+
+from lioncub_jax.tools.plan import evidence
+from lioncub_jax.tools.plan.evidence import DATA, LONG_RUN
+from lioncub_jax.tools.plan.methods import FLOAT32, scheme_named
+from lioncub_jax.tools.plan.model import EXACT, Cluster, Link, step_time
+from lioncub_jax.tools.plan.report import MEASURE, NOT_MEASURED, Plan, plan
+
+NETWORKS = (0.1, 1, 10, 100)
+TOKENS = (32, 256, 2048)  # that a worker sees in a step
+WORKERS = 8  # or the nearest that was measured
+SIZE = 10_000_000  # parameters
+
+
+class Use(NamedTuple):
+    """A line: what to use for one kind of data, on networks next to each other.
+
+    Attributes:
+      data: one of ``DATA``.
+      plans: by tokens and network; all have this answer.
+    """
+
+    data: str
+    plans: dict[tuple[int, float], Plan]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that a worker sees in a step; several where all have this answer."""
+        return sorted({tokens for tokens, _ in self.plans})
+
+    @property
+    def networks(self) -> list[float]:
+        return sorted({network for _, network in self.plans})
+
+    def method(self) -> str:
+        """Names the scheme to use."""
+        return next(iter(self.plans.values())).use()
+
+    def verdict(self) -> str:
+        """Returns what is advised."""
+        return next(iter(self.plans.values())).verdict()
+
+
+def cluster_at(network: float, workers: int) -> Cluster:
+    """Makes a cluster whose float32 mean of gradients takes so many times as long as a second of computing.
+
+    Args:
+      network: that ratio.
+      workers: how many.
+
+    Example:
+      >>> cluster_at(10, 8).num_workers
+      8
+    """
+    free = Cluster(workers, Link(math.inf, 0.0, EXACT), memory_bandwidth=math.inf)
+    return free.at(step_time(FLOAT32, SIZE, free).link_bits / network)
+
+
+def what_to_use() -> list[Use]:
+    """Finds the method to use by data, noise and network; what has the same answer is one line.
+
+    Example:
+      >>> sorted({row.data for row in what_to_use()})
+      ['alike', 'different']
+    """
+    lines: dict[Any, Use] = {}
+    for data, tokens in itertools.product(DATA, TOKENS):
+        same: dict[Any, dict[tuple[int, float], Plan]] = {}
+        for network, one in _by_network(data, tokens).items():
+            same.setdefault((one.verdict(), one.use()), {})[tokens, network] = one
+        for (verdict, method), plans in same.items():
+            # An all-reduce, or nothing, may be the answer for several numbers of tokens.
+            joins = method == NOT_MEASURED or scheme_named(method).kind == "mean"
+            networks = tuple(network for _, network in plans)
+            key = data, networks, verdict, method, None if joins else tokens
+            lines.setdefault(key, Use(data, {})).plans.update(plans)
+    return list(lines.values())
+
+
+def _by_network(data: str, tokens: int) -> dict[float, Plan]:
+    """Plans of 8 workers, or of the nearest number that was measured; none where nobody measured."""
+    cells = [one for one in evidence.packaged().cells if (one.tokens, one.data) == (tokens, data)]
+    if not cells:
+        return {}
+    workers = min((one.num_workers for one in cells), key=lambda n: abs(math.log(n / WORKERS)))
+    return {
+        network: plan(SIZE, cluster_at(network, workers), 1.0, tokens=tokens, data=data)
+        for network in NETWORKS
+    }
+
+
+# --- The whole table
 
 
 def what_to_use_text() -> str:
@@ -20,10 +115,9 @@ def what_to_use_text() -> str:
         "network", "tokens", "data", "runs", "use", "bits", "cost", "as fast", "rate", "decay", "betas",
     )  # fmt: skip
     rows = what_to_use()
-    lines = [head, ["---"] * len(head), *(_cells(row) for row in rows if row.plans)]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return (
-        f"{table}\n\n* *network*: the time of a float32 all-reduce of gradients, divided by the time of "
+        f"{report.markdown(head, map(_cells, rows), '---')}\n"
+        "* *network*: the time of a float32 all-reduce of gradients, divided by the time of "
         "computing a step.\n"
         "* *tokens*: what one worker sees in a step. *bits*: what it sends in a step for each parameter.\n"
         "* *runs*: the steps of the longest runs of this method. In longer runs the order of methods may "
@@ -44,49 +138,48 @@ def _runs(rows: list[Use]) -> str:
     """The numbers of workers and seeds of the methods that the table names, by setting."""
     settings: dict[str, set[int]] = {}
     for row in rows:
-        for (tokens, _), plan in row.plans.items():
-            if row.method() == NOT_MEASURED:
-                continue
-            cell, how = plan.nearest.cell, plan.rows[row.method()].learned
-            assert how
-            where = f"{tokens:,} tokens, {row.data}: {cell.num_workers} workers"
-            settings.setdefault(where, set()).add(how.runs)
+        for (tokens, _), one in row.plans.items():
+            if row.method() != NOT_MEASURED:
+                cell, how = one.nearest.cell, one.rows[row.method()].learned
+                assert how
+                where = f"{tokens:,} tokens, {row.data}: {cell.num_workers} workers"
+                settings.setdefault(where, set()).add(how.runs)
     seeds = {where: _from_to(runs) for where, runs in settings.items()}
     return " ".join(f"{where}, {n} seed{'s' * (n != '1')}." for where, n in seeds.items())
 
 
 def _not_measured(rows: list[Use]) -> str:
     """What nobody ran."""
-    missing = [
-        f"{' and '.join(f'{n:,}' for n in row.tokens)} tokens with data {row.data}"
-        for row in rows
-        if not row.plans
-    ]
+    missing = []
+    for data in DATA:
+        known = {tokens for row in rows if row.data == data for tokens in row.tokens}
+        some = [f"{tokens:,}" for tokens in TOKENS if tokens not in known]
+        missing += [f"{' and '.join(some)} tokens with data {data}"] if some else []
     return f" Not measured: {', '.join(missing)}." if missing else ""
 
 
 def _cells(row: Use) -> list[str]:
     tokens = ", ".join(f"{n:,}" for n in row.tokens)
+    networks = _from_to(row.networks, "g")
     if row.method() == NOT_MEASURED:
-        networks = _from_to(row.networks(), "g")
         return [networks, tokens, row.data, "", row.verdict(), *[""] * 6]
     plans = list(row.plans.values())
-    scheme, _, how, _ = plans[0].rows[row.method()]
+    named = [one.rows[row.method()] for one in plans]
+    how = named[0].learned
     assert how
     ranges = [one.range_over_means(row.method()) for one in plans]
-    named = [one.rows[row.method()] for one in plans]
     bits = [8 * one.estimate.sent_bytes / SIZE / one.accumulate for one in named]
     first = "measure first: " if row.verdict() == MEASURE else ""
-    least, most = min(low for low, _ in ranges), max(high for _, high in ranges)
+    fast = f"{min(low for low, _ in ranges):.2g} to {max(high for _, high in ranges):.2g}"
     return [
-        _from_to(row.networks(), "g"),
+        networks,
         tokens,
         row.data,
         _lengths(plans),
-        f"{first}`{plans[0].rows[row.method()].code}`",
+        f"{first}`{named[0].code}`",
         _from_to(bits, ".3g"),
         f"{how.ratio:.2g}",
-        f"{least:.2g} to {most:.2g}" if scheme.kind != "mean" else "1",
+        "1" if named[0].scheme.kind == "mean" else fast,
         f"{how.rate_over_adamw:.2g}",
         f"{how.decay_over_adamw:.2g}",
         f"{how.b1:g}, {how.b2:g}",
@@ -100,34 +193,35 @@ def _lengths(plans: list[Plan]) -> str:
     return f"{'only ' * (max(steps) < LONG_RUN)}{_from_to(steps, ',')}" if steps else ""
 
 
+# --- The short one
+
+
 def answer_text() -> str:
     """The same in Markdown for a first page: a line for each network, a column for each noise."""
-    at = {
-        (tokens, row.data, network): plan
-        for row in what_to_use()
-        for (tokens, network), plan in row.plans.items()
-    }
-    noises = sorted({(data, tokens) for tokens, data, _ in at})
-    heads = []
-    for data, n in noises:
-        steps = _lengths([at[n, data, x] for x in NETWORKS])
-        heads.append(f"{n:,} tokens{'' if data == DATA[0] else f', data {data}'} ({steps} steps)")
-    lines = [("network", *heads), ["---"] * (len(noises) + 1)]
-    lines += [(f"{x:g}", *(_answer(at[n, data, x]) for data, n in noises)) for x in NETWORKS]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    noises = {}
+    for data, tokens in itertools.product(DATA, TOKENS):
+        if plans := _by_network(data, tokens):
+            other = "" if data == DATA[0] else f", data {data}"
+            title = f"{tokens:,} tokens{other} ({_lengths(list(plans.values()))} steps)"
+            noises[title] = plans
+    lines = [
+        [f"{network:g}", *(_answer(plans[network]) for plans in noises.values())]
+        for network in NETWORKS
+    ]
+    return report.markdown(["network", *noises], lines, "---")
 
 
 def _answer(plan: Plan) -> str:
     if plan.use() == NOT_MEASURED:
         return plan.verdict()
-    scheme = plan.rows[plan.use()].scheme
+    row = plan.rows[plan.use()]
+    scheme, code = row.scheme, f"`{row.code}`"
     if scheme.kind == "mean":
         return f"an all-reduce{' in bfloat16' if scheme.learns != scheme.name else ''}"
     low, high = plan.range_over_means(plan.use())
     first = "measure first: " if plan.verdict() == MEASURE else ""
-    code = f"`{plan.rows[plan.use()].code}`"
     if scheme.every > 1:  # the outer optimizer says it
-        outer = code.partition("(..., ")[2].partition(", local_steps")[0]
+        outer = row.code.partition("(..., ")[2].partition(", local_steps")[0]
         code = f"`{outer}` with {scheme.every} local steps"
     return f"{first}{code}, {low:.2g} to {high:.2g}"
 

@@ -65,6 +65,15 @@ class Family(NamedTuple):
     long: tuple[float, float]
     decays: tuple[float, float] = DECAYS
 
+    def other_betas(self, hyper: Hyper) -> Hyper:
+        """A choice with the pair of betas that it has not."""
+        b1, b2 = self.long if (hyper.b1, hyper.b2) == self.betas else self.betas
+        return hyper._replace(b1=b1, b2=b2)
+
+    def other_decay(self, hyper: Hyper) -> Hyper:
+        """A choice with the decay that it has not."""
+        return hyper._replace(decay=self.decays[hyper.decay == self.decays[0]])
+
 
 LION = Family(5e-4, (0.8, 0.9), (0.9, 0.99))
 ADAM = Family(2e-3, (0.8, 0.98), (0.9, 0.99))

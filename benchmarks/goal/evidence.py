@@ -16,19 +16,19 @@ The planner has one ratio of tokens for each method, ``to_loss``. Where AdamW ra
 `settings.reading`; elsewhere it is the steps to the target of 80 %, over those of AdamW.
 """
 
-import itertools
 import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from report import Rows, rows_of
 
 from goal import curves
 from goal.contenders import GONE, Hyper
 from goal.model import STEPS
-from goal.settings import BASE, Cells, Key, cells_of, last, piece_at, reading, steps_of, usual
+from goal.settings import BASE, Cells, Key, cells_of, last, piece_at, reading, usual
 from lioncub_jax.tools.plan import parameters_in
 from lioncub_jax.tools.plan.evidence import VERSION
 
@@ -132,7 +132,7 @@ def learned_of(
     rows: Rows, steps: int, targets: Sequence[float], adamw: Hyper, defines: bool = False
 ) -> dict[str, Any]:
     """The entry of a method in a cell; one method defines the targets by its own mean."""
-    longer = [row for row in rows if steps_of(row) > steps]
+    longer = [row for row in rows if row["steps"] > steps]
     rows, hyper = usual(rows, steps), curves.hyper_of(rows[-1])
     never = None, None, len(longer or rows)
     there = [reached(rows, x, defines) or reached(longer, x) or never for x in targets]
@@ -195,35 +195,26 @@ def times_of(rows: Rows) -> list[dict[str, Any]]:
 def curve_of(row: dict[str, Any]) -> Curve:
     """The points of a run; what is no number is infinite, for nothing is reached there."""
     losses = [math.inf if x is None else x for x in row["loss"]]
-    return [(steps_of(row) * (i + 1) / len(losses), x) for i, x in enumerate(losses)]
+    return [(row["steps"] * (i + 1) / len(losses), x) for i, x in enumerate(losses)]
 
 
 def falling(curves: Sequence[Curve]) -> Curve:
     """Their mean, as the least loss so far."""
-    result: Curve = []
-    least = math.inf
-    for points in zip(*curves, strict=True):
-        least = min(least, statistics.fmean(x for _, x in points))
-        result.append((points[0][0], least))
-    return result
+    steps, losses = np.moveaxis(np.array(curves), -1, 0)
+    least = np.minimum.accumulate(losses.mean(axis=0))
+    return list(zip(steps[0].tolist(), least.tolist(), strict=True))
 
 
 def at(curve: Curve, steps: float) -> float:
     """The loss after so many steps: of the line between points."""
-    for (before, high), (after, low) in itertools.pairwise(curve):
-        if before <= steps <= after:
-            return (
-                low if steps == after else high + (low - high) * (steps - before) / (after - before)
-            )
-    return curve[0][1] if steps < curve[0][0] else curve[-1][1]
+    points, losses = np.array(curve).T
+    return float(np.interp(steps, points, losses))
 
 
 def reaches(curve: Curve, target: float) -> float | None:
     """Steps until the loss is no more than that; None if it never is."""
-    before, high = curve[0]
-    if high <= target:
-        return before
-    for after, low in curve[1:]:
+    before, high = curve[0][0], math.inf
+    for after, low in curve:
         if low <= target:
             share = 1.0 if high == math.inf else (high - target) / (high - low)
             return before + share * (after - before)

@@ -7,13 +7,13 @@ Then come the other betas and the other decay, each with what was best before: f
 
 import statistics
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import report
 from report import Rows
 
 from goal import tuning
-from goal.contenders import DECAYS, OUTERS, REASONS, Hyper, contender_named
+from goal.contenders import OUTERS, REASONS, Family, Hyper, contender_named
 from goal.curves import Run, hyper_of
 from goal.model import STEPS, WIDTH
 from goal.settings import last
@@ -41,7 +41,6 @@ class Job(NamedTuple):
     """A method in one setting: its tuning, then its seeds.
 
     Attributes:
-      part: of the study, see `PARTS`.
       contender: its name; "best-powersgd" and "best-local" are known when 1,024 steps have run.
       steps: micro-steps of a worker.
       tokens: that a worker sees in each.
@@ -51,7 +50,6 @@ class Job(NamedTuple):
       like: whose best choice in 1,024 steps it takes, where not its own; the decay stays as strong.
     """
 
-    part: str
     contender: str
     steps: int
     tokens: int = TOKENS
@@ -61,43 +59,32 @@ class Job(NamedTuple):
     like: str = ""
 
 
-def jobs_of(part: str) -> list[Job]:
-    """The jobs of a part, those that others need first."""
-    return PARTS[part]()
-
-
-def _ladder() -> list[Job]:
-    known = ("adamw", "vote", "owner-adamw", "lion")
-    jobs = [
-        Job("ladder", m, 1024, width=w, factors=(2.0, 1.0, 0.5), seeds=2)
-        for w in (64, 256)
-        for m in known
-    ]
-    return jobs + [
-        Job("ladder", m, 1024, width=384, factors=(1.0, 0.5), seeds=1) for m in known[:3]
-    ]
-
-
-PARTS: dict[str, Callable[[], list[Job]]] = {
-    "1024": lambda: [Job("1024", name, 1024) for name in METHODS],
-    "reason": lambda: [
-        Job("reason", name, 1024, factors=FACTORS.get(name, (1.0,)), like="lion") for name in REASONS
+SIZED = "adamw", "vote", "owner-adamw", "lion"  # methods of the ladder of sizes
+# The jobs of each part, those that others need first.
+PARTS: dict[str, list[Job]] = {
+    "1024": [Job(name, 1024) for name in METHODS],
+    "reason": [
+        Job(name, 1024, factors=FACTORS.get(name, (1.0,)), like="lion") for name in REASONS
     ],
-    "tokens": lambda: [
+    "tokens": [
         *(
-            Job("tokens", name, 512, tokens=2048, factors=(1.0, 1.41))
+            Job(name, 512, tokens=2048, factors=(1.0, 1.41))
             for name in ("adamw", "vote", "owner-adamw", "owner-lion", "best-powersgd")
         ),
-        Job("tokens", "adamw", 256, tokens=2048, factors=(1.41, 2.0)),  # the other end of its line
+        Job("adamw", 256, tokens=2048, factors=(1.41, 2.0)),  # the other end of its line
     ],
-    "4096": lambda: [
-        Job("4096", name, 4096, factors=(0.5, 0.25), seeds=2)
+    "4096": [
+        Job(name, 4096, factors=(0.5, 0.25), seeds=2)
         for name in ("adamw", "vote", "owner-adamw", "lion", "best-powersgd", "best-local")
     ],
-    "ladder": _ladder,
-    "256": lambda: [
-        Job("256", name, STEPS) for name in ("powersgd-8", "adamw-micro-4", "vote-micro-4")
+    "ladder": [
+        *(
+            Job(name, 1024, width=width, factors=(2.0, 1.0, 0.5), seeds=2)
+            for width in (64, 256) for name in SIZED
+        ),
+        *(Job(name, 1024, width=384, factors=(1.0, 0.5), seeds=1) for name in SIZED[:3]),
     ],
+    "256": [Job(name, STEPS) for name in ("powersgd-8", "adamw-micro-4", "vote-micro-4")],
 }  # fmt: skip
 
 
@@ -121,7 +108,8 @@ def run(job: Job, once: report.Once, short: Rows) -> None:
         hyper = min(tried, key=lambda h: ran("curve", name, h, 0))
     else:
         start = first(job._replace(contender=name), short)
-        hyper = tuned(lambda h: ran("tuning", name, h, tuning.SEED), start, name)
+        family = contender_named(name).family
+        hyper = tuned(lambda h: ran("tuning", name, h, tuning.SEED), start, family)
         if name in OUTERS:
             name = min(OUTERS, key=lambda one: ran("tuning", one, hyper, tuning.SEED))
     for seed in range(job.seeds):
@@ -138,29 +126,17 @@ def first(job: Job, short: Rows) -> Hyper:
     return hyper._replace(rate=tuning.rounded(hyper.rate * (STEPS / exchanges) ** 0.25))
 
 
-def tuned(measure: Callable[[Hyper], float], start: Hyper, name: str) -> Hyper:
+def tuned(measure: Callable[[Hyper], float], start: Hyper, family: Family) -> Hyper:
     """The best of four runs: two rates, the other betas, the other decay."""
-    family = contender_named(name).family
-    losses: dict[Hyper, float] = {}
 
-    def best() -> Hyper:
-        return min(losses, key=losses.__getitem__)
+    def half(hyper: Hyper) -> Hyper:
+        return hyper._replace(rate=tuning.rounded(hyper.rate / 2))
 
-    for change in (
-        lambda h: h,
-        lambda h: h._replace(rate=tuning.rounded(h.rate / 2)),
-        lambda h: h._replace(**other_betas(h, family)),
-        lambda h: h._replace(decay=DECAYS[h.decay == DECAYS[0]]),
-    ):
-        hyper = change(best() if losses else start)
+    losses = {start: measure(start)}
+    for change in (half, family.other_betas, family.other_decay):
+        hyper = change(min(losses, key=losses.__getitem__))
         losses[hyper] = measure(hyper)
-    return best()
-
-
-def other_betas(hyper: Hyper, family: Any) -> dict[str, float]:
-    """The pair of betas of a family that a choice has not."""
-    pair = family.long if (hyper.b1, hyper.b2) == family.betas else family.betas
-    return dict(zip(("b1", "b2"), pair, strict=True))
+    return min(losses, key=losses.__getitem__)
 
 
 def best_of(rows: Rows, name: str) -> Hyper:

@@ -10,8 +10,10 @@ import io
 import math
 import re
 import shlex
+import statistics
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ import report
 import lioncub_jax as lc
 from goal import answer, curves, published
 from goal.contenders import CODED, CONTENDERS, FULL, OURS, WARMUP, Hyper, contender_named
-from goal.evidence import TARGET, TARGETS
+from goal.evidence import BASELINES, RANKED
 from goal.lab import NOTHING, TORCH, UNSHAPED, WORKERS
 from goal.model import STEPS
 from lioncub_jax.audit import units
@@ -31,19 +33,10 @@ from lioncub_jax.tools.plan import parameters_in
 
 ROOT = Path(__file__).parents[2]
 WITHOUT = "nobody"  # the first where no method gets there
-Found = dict[str, Any]  # what the packaged file holds
-PAGES = {
-    "README.md": ("answer", "losses", "sooner"),
-    "docs/how_to/planner.md": (),
-    "docs/explain/planner.md": ("shares", "published", "measured"),
-    "docs/how_to/choose.md": ("what to use",),
-    "docs/reports/learnt.md": ("learnt",),
-    "docs/reports/convergence.md": (
-        "lengths", "reason", "tokens to a loss", "sizes", "tuning", "not run", "batches",
-    ),
-    "docs/reports/benchmarks.md": ("seconds", "time to loss"),
-}  # fmt: skip
-NONE = "Nothing was timed with this version yet.\n"
+PAGES = (
+    "README.md", "docs/how_to/planner.md", "docs/explain/planner.md", "docs/how_to/choose.md",
+    "docs/reports/learnt.md", "docs/reports/convergence.md", "docs/reports/benchmarks.md",
+)  # fmt: skip
 PRINTED = re.compile(r"(<!-- plan -->\n```console\n\$ lioncub )(.*)\n(?s:.*?)```")
 # For the planner, of 4 workers on 2 cores: a message by Gloo, from an unshaped float32 mean of 27 arrays
 # over its 108 hops; bits a second of an unshaped link.
@@ -53,18 +46,58 @@ WITHIN = 1.05  # of the best's time: less is not worth a change
 
 
 class Cell(NamedTuple):
-    """A noise in a network.
+    """A noise in a network of the lab.
 
     Attributes:
       tokens: that a worker sees in a step.
       network: its rate.
+      seconds: of a step, by method and stage.
+      steps: to the loss, of all methods that get there; PyTorch's are those of the same method in JAX.
     """
 
     tokens: int
     network: str
+    seconds: dict[tuple[str, str], float]
+    steps: dict[str, float]
 
     def __str__(self) -> str:
         return f"{self.tokens} tokens, {self.network}"
+
+    def times(self) -> dict[str, float]:
+        """Seconds to the loss of methods of which every stage was timed, the first first."""
+        result = {}
+        for name, steps in self.steps.items():
+            stages = {"": steps}
+            if name in CONTENDERS and len(CONTENDERS[name].stages) > 1:
+                stages = {FULL: min(steps, WARMUP), CODED: max(steps - WARMUP, 0)}
+            if all((name, stage) in self.seconds for stage in stages):
+                result[name] = sum(n * self.seconds[name, stage] for stage, n in stages.items())
+        return dict(sorted(result.items(), key=lambda one: one[1]))
+
+    def limit(self) -> float:
+        """Seconds of the better optimizer in full precision, by steps without communication."""
+        steps = min(self.steps[name] for name in BASELINES if name in self.steps)
+        return steps * self.seconds[NOTHING, ""]
+
+
+def cells(packaged: dict[str, Any]) -> list[Cell]:
+    """Those of the lab that were timed, from what the packaged file holds."""
+    timed: dict[tuple[int, str], dict[tuple[str, str], float]] = defaultdict(dict)
+    for one in packaged["times"]:
+        timed[one["tokens"], one["network"]][one["method"], one["stage"]] = one["seconds"]
+    return [Cell(*at, timed[at], steps_of(packaged, at[0])) for at in sorted(timed)]
+
+
+def steps_of(packaged: dict[str, Any], tokens: int) -> dict[str, float]:
+    """See `Cell`."""
+    steps = {
+        name: of["steps"][RANKED]
+        for cell in packaged["cells"]
+        if (cell["tokens"], cell["workers"], cell["data"]) == (tokens, WORKERS, "alike")
+        for name, of in cell["methods"].items()
+        if of["steps"][RANKED] is not None
+    }
+    return steps | {name: steps[like] for name, like in TORCH.items() if like in steps}
 
 
 def ours(name: str) -> bool:
@@ -79,95 +112,30 @@ def code_of(name: str) -> str:
     return one.code + f", {one.accumulate} micro-steps" * (one.accumulate > 1)
 
 
-def steps_of(packaged: Found, tokens: int, workers: int, share: float = TARGET) -> dict[str, float]:
-    """Steps to a loss of all methods that get there; PyTorch's are those of the same method in JAX."""
-    place = TARGETS.index(share)
-    steps = {
-        name: of["steps"][place]
-        for cell in packaged["cells"]
-        if (cell["tokens"], cell["workers"], cell["data"]) == (tokens, workers, "alike")
-        for name, of in cell["methods"].items()
-        if of["steps"][place] is not None
-    }
-    return steps | {name: steps[like] for name, like in TORCH.items() if like in steps}
-
-
-def step_seconds(packaged: Found, cell: Cell) -> dict[tuple[str, str], float]:
-    """Seconds of a step, by method and stage."""
-    return {
-        (one["method"], one["stage"]): one["seconds"]
-        for one in packaged["times"]
-        if (one["tokens"], one["network"]) == cell
-    }
-
-
-def seconds_to(name: str, steps: float, timed: dict[tuple[str, str], float]) -> float | None:
-    """Steps times seconds; None where a stage was not timed."""
-    kinds = {"": steps}
-    if name in CONTENDERS and len(CONTENDERS[name].stages) > 1:
-        kinds = {FULL: min(steps, WARMUP), CODED: max(steps - WARMUP, 0)}
-    if any((name, stage) not in timed for stage in kinds):
-        return None
-    return sum(n * timed[name, stage] for stage, n in kinds.items())
-
-
-def times(packaged: Found, cell: Cell, share: float = TARGET) -> dict[str, float]:
-    """Seconds to the loss in the lab, the first first."""
-    timed = step_seconds(packaged, cell)
-    each = {
-        name: took
-        for name, steps in steps_of(packaged, cell.tokens, WORKERS, share).items()
-        if (took := seconds_to(name, steps, timed)) is not None
-    }
-    return dict(sorted(each.items(), key=lambda one: one[1]))
-
-
-def limit(packaged: Found, cell: Cell, share: float = TARGET) -> float | None:
-    """Seconds of the better optimizer in full precision, by steps without communication."""
-    steps = steps_of(packaged, cell.tokens, WORKERS, share)
-    no_exchange = step_seconds(packaged, cell).get((NOTHING, ""))
-    known = [steps[name] for name in ("lion", "adamw") if name in steps]
-    return min(known) * no_exchange if known and no_exchange is not None else None
-
-
-def cells(packaged: Found) -> list[Cell]:
-    """Those of the lab that were timed."""
-    return sorted({Cell(one["tokens"], one["network"]) for one in packaged["times"]})
-
-
-def first(times: dict[str, float], some: Iterable[str]) -> str:
-    """The first of some methods."""
-    there = set(some)
-    return min((name for name in times if name in there), key=times.__getitem__, default=WITHOUT)
-
-
 def speedup(times: dict[str, float]) -> tuple[str, str, float | None]:
     """The best of ours, the best of others, and how many times faster ours is."""
-    own, other = (first(times, (n for n in times if ours(n) == yes)) for yes in (True, False))
+    own, other = (next((n for n in times if ours(n) == yes), WITHOUT) for yes in (True, False))
     if WITHOUT in (own, other):
         return own, other, None
     return own, other, rounded(times[other] / times[own])
 
 
-def advised(packaged: Found, cell: Cell) -> tuple[str, float] | None:
+def advised(cell: Cell) -> tuple[str, float]:
     """Whom the planner names in a cell of the lab, and its measured time over that of the first."""
     known = {scheme.learns for scheme in planner.SCHEMES}  # PyTorch's are not the planner's to name
-    took = {name: x for name, x in times(packaged, cell).items() if name in known}
-    no_exchange = step_seconds(packaged, cell).get((NOTHING, ""))
-    if not took or no_exchange is None:
-        return None
+    took = {name: x for name, x in cell.times().items() if name in known}
     rate = LOOPBACK if cell.network == UNSHAPED else units.rate(cell.network)
     at = planner.Cluster(WORKERS, planner.Link(rate, LATENCY), on_cpu=True)
-    plan = planner.plan(curves.shapes(), at, no_exchange, tokens=cell.tokens)
+    plan = planner.plan(curves.shapes(), at, cell.seconds[NOTHING, ""], tokens=cell.tokens)
     name = plan.rows[plan.use()].scheme.learns
     return name, rounded(took.get(name, math.inf) / min(took.values()))
 
 
-def keys(packaged: Found) -> dict[str, Any]:
+def keys(packaged: dict[str, Any]) -> dict[str, Any]:
     """Figures that no table has: what the planner advises, and its time over the best of its own."""
-    advice = {str(cell): advised(packaged, cell) for cell in cells(packaged)}
-    near = [one[1] <= WITHIN for one in advice.values() if one]
-    return {"advice": advice, "advice_agrees": sum(near) / len(near) if near else None}
+    advice = {str(cell): advised(cell) for cell in cells(packaged)}
+    near = [ratio <= WITHIN for _, ratio in advice.values()]
+    return {"advice": advice, "advice_agrees": statistics.mean(near)}
 
 
 def rounded(x: float) -> float:
@@ -177,25 +145,21 @@ def rounded(x: float) -> float:
 # --- Tables
 
 
-def rewritten(packaged: Found, tables: Mapping[str, str]) -> dict[Path, str]:
+def rewritten(packaged: dict[str, Any], tables: Mapping[str, str]) -> dict[Path, str]:
     """Each page with its tables; those of the study of lengths are given."""
-    made: dict[str, Callable[[], str]] = {
-        "answer": answer.answer_text,
-        "what to use": answer.what_to_use_text,
-        "sooner": lambda: sooner(packaged),
-        "shares": published.shares,
-        "published": published.table,
-        "measured": published.measured,
-        "seconds": lambda: seconds(packaged),
-        "time to loss": lambda: speedups(packaged),
-    }
-    pages = {}
-    for name, places in PAGES.items():
+    timed, made = cells(packaged), {}
+    tables = {
+        **tables,
+        "answer": answer.answer_text(), "what to use": answer.what_to_use_text(),
+        "shares": published.shares(), "published": published.table(),
+        "measured": published.measured(),
+        "sooner": sooner(timed), "seconds": seconds(timed), "time to loss": speedups(timed),
+    }  # fmt: skip
+    for name in PAGES:
         text = (ROOT / name).read_text()
-        for place in places:
-            text = report.written(text, place, tables.get(place) or made[place]())
-        pages[ROOT / name] = PRINTED.sub(printed, text)
-    return pages
+        here = {place: table for place, table in tables.items() if f"<!-- {place} -->" in text}
+        made[ROOT / name] = PRINTED.sub(printed, report.written(text, here))
+    return made
 
 
 def printed(at: re.Match[str]) -> str:
@@ -224,49 +188,38 @@ def sent(name: str, workers: int) -> list[float]:
     return sorted(lc.audit.of(tx, curves.shapes(), at).stages, reverse=True)
 
 
-def seconds(packaged: Found) -> str:
+def seconds(timed: list[Cell]) -> str:
     """Milliseconds of a step in the lab, and seconds to the loss."""
-    some = cells(packaged)
-    if not some:
-        return NONE
-    head = ["method", *map(str, some)]
-    names = dict.fromkeys(name for cell in some for name in times(packaged, cell))
-    lines = [
-        [f"`{code_of(name)}`", *(lab_cell(packaged, cell, name) for cell in some)] for name in names
-    ]
-    limits = ["JAX, no communication", *(lab_cell(packaged, cell, NOTHING) for cell in some)]
-    return report.markdown(head, [*lines, limits])
+    lines: dict[str, list[str]] = {name: [] for cell in timed for name in (*cell.times(), NOTHING)}
+    for cell in timed:
+        took = cell.times() | {NOTHING: cell.limit()}
+        for name, line in lines.items():
+            stages = [s for (n, _), s in cell.seconds.items() if n == name]
+            steps = " and ".join(f"{1e3 * s:.0f}" for s in stages)
+            whole = f", {took[name]:.1f} s" if name in took else ""
+            line.append(f"{steps} ms" * bool(steps) + whole)
+    last = ["JAX, no communication", *lines.pop(NOTHING)]
+    some = [[f"`{code_of(name)}`", *line] for name, line in lines.items()]
+    return report.markdown(["method", *map(str, timed)], [*some, last])
 
 
-def lab_cell(packaged: Found, cell: Cell, name: str) -> str:
-    timed = [s for (n, _), s in step_seconds(packaged, cell).items() if n == name]
-    steps = " and ".join(f"{1e3 * s:.0f}" for s in timed)
-    known = times(packaged, cell) | {NOTHING: limit(packaged, cell)}
-    took = known.get(name)
-    return f"{steps} ms" * bool(steps) + (f", {took:.1f} s" if took else "")
-
-
-def speedups(packaged: Found) -> str:
+def speedups(timed: list[Cell]) -> str:
     """A table of the first in each cell, and by how much."""
     head = ["tokens a worker", "network", "best of ours", "best of others", "times faster", "limit"]
-
-    def lines() -> Iterator[list[str]]:
-        for cell in cells(packaged):
-            took, bound = times(packaged, cell), limit(packaged, cell)
-            own, other, ratio = speedup(took)
-            best = "" if bound is None or other not in took else f"{took[other] / bound:.2f}"
-            yield [
-                f"{cell.tokens:,}", cell.network, own, other, number(ratio, ".2f"), best,
-            ]  # fmt: skip
-
-    return report.markdown(head, lines())
+    lines = []
+    for cell in timed:
+        took = cell.times()
+        own, other, ratio = speedup(took)
+        ratios = [f"{ratio:.2f}", f"{took[other] / cell.limit():.2f}"] if ratio else ["", ""]
+        lines.append([f"{cell.tokens:,}", cell.network, own, other, *ratios])
+    return report.markdown(head, lines)
 
 
-def sooner(packaged: Found) -> str:
+def sooner(timed: list[Cell]) -> str:
     """How much sooner PyTorch is at the loss, in cells of the lab where it is first."""
     lines = []
-    for cell in cells(packaged):
-        _, other, ratio = speedup(times(packaged, cell))
+    for cell in timed:
+        _, other, ratio = speedup(cell.times())
         if ratio and ratio < 1 and other in TORCH:
             lines.append(f"{cell.tokens:,} tokens, {cell.network}: {1 / ratio:.1f} times")
     page = "docs/reports/benchmarks.md#time-to-loss"
@@ -274,7 +227,3 @@ def sooner(packaged: Found) -> str:
         "PyTorch computes this model faster on a CPU. "
         f"In the [lab]({page}) it was sooner at the loss with {'; '.join(lines)}.\n"
     )
-
-
-def number(x: float | None, form: str) -> str:
-    return "" if x is None else format(x, form)

@@ -66,20 +66,17 @@ class Pooled(NamedTuple):
 
 def pooled(values: Mapping[str, Mapping[int, float]]) -> Pooled:
     """Pools values by method and seed, all finite."""
-    methods = list(values)
-    seeds = sorted({seed for runs in values.values() for seed in runs})
     runs = [(m, s, x) for m, some in values.items() for s, x in some.items()]
-    design = np.zeros((len(runs), len(methods) + len(seeds) - 1))
-    for row, (method, seed, _) in enumerate(runs):
-        design[row, methods.index(method)] = 1
-        if seed != seeds[0]:
-            design[row, len(methods) + seeds.index(seed) - 1] = 1
+    method = np.array([m for m, _, _ in runs])[:, None]
+    seed = np.array([s for _, s, _ in runs])[:, None]
     x = np.array([x for _, _, x in runs])
+    methods, seeds = list(values), np.unique(seed)
+    design = np.hstack([method == methods, seed == seeds[1:]]).astype(float)
     fitted, _, rank, _ = np.linalg.lstsq(design, x, rcond=None)
     freedom = len(runs) - int(rank)
     std = float(np.sqrt(np.sum((x - design @ fitted) ** 2) / freedom)) if freedom else None
-    middle = float(np.mean([0.0, *fitted[len(methods) :]])) if len(seeds) else 0.0
+    middle = float(np.mean([0.0, *fitted[len(methods) :]]))
     # Losses have four digits, so a mean may lie between two of three: rounded alike by every numpy.
-    means = {method: round(float(fitted[n]) + middle, 9) for n, method in enumerate(methods)}
+    means = {name: round(float(fitted[n]) + middle, 9) for n, name in enumerate(methods)}
     covariance = np.linalg.pinv(design.T @ design)[: len(methods), : len(methods)]
     return Pooled(std, freedom, means, covariance)

@@ -42,9 +42,9 @@ class Key(NamedTuple):
     steps: int
 
     @classmethod
-    def of(cls, row: dict[str, Any]) -> "Key":
-        steps = STEPS if steps_of(row) == LONGER else steps_of(row)
-        return cls(row["data"], row["tokens"], row["workers"], row.get("width", WIDTH), steps)
+    def of(cls, run: curves.Run) -> "Key":
+        steps = STEPS if run.steps == LONGER else run.steps
+        return cls(run.data, run.tokens, run.workers, run.width, steps)
 
 
 def chosen(rows: Rows, steps: int) -> Rows:
@@ -67,12 +67,7 @@ def last(row: dict[str, Any]) -> float:
 
 def usual(rows: Rows, steps: int) -> Rows:
     """Those of runs that are not half as long again."""
-    return [row for row in rows if steps_of(row) == steps]
-
-
-def steps_of(row: dict[str, Any]) -> int:
-    """Steps of the run of a row."""
-    return row.get("steps", STEPS)
+    return [row for row in rows if row["steps"] == steps]
 
 
 class Cell:
@@ -112,7 +107,7 @@ def cells_of(rows: Rows) -> Cells:
     result: dict[Key, dict[str, Rows]] = defaultdict(lambda: defaultdict(list))
     for run, row in {curves.key_of(row): row for row in rows_of(rows, part="curve")}.items():
         if run is not None:
-            result[Key.of(row)][row["contender"]].append(row)
+            result[Key.of(run)][run.contender].append(run._asdict() | row)
     return {key: Cell(key, methods) for key, methods in sorted(result.items())}
 
 

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import report
 from report import Rows
 
@@ -216,7 +217,7 @@ class Study:
         """Seeds of the plan that are not in the rows: those that ran, and those planned."""
         lines = []
         for part, says in PARTS.items():
-            have = {job: self.seeds_of(job) for job in lengths.jobs_of(part)}
+            have = {job: self.seeds_of(job) for job in lengths.PARTS[part]}
             missing = [
                 f"{job.contender}{f', width {job.width}' * (job.width != WIDTH)}: {n} of {job.seeds}"
                 for job, n in have.items()
@@ -351,24 +352,21 @@ def best_rate(cell: Cell, name: str) -> float:
         for row in cell.all[name]
         if row["seed"] == 0 and hyper_of(row)[1:] == hyper_of(cell.rows[name][0])[1:]
     }
-    x = sorted(tried)
-    best = min(x, key=tried.__getitem__)
-    place = x.index(best)
-    if 0 < place < len(x) - 1:
-        (a, b, c), (u, v, w) = (
-            x[place - 1 : place + 2],
-            (tried[n] for n in x[place - 1 : place + 2]),
-        )
-        low = (b - a) * (v - w), (b - c) * (v - u)
-        if math.isfinite(u + w) and low[0] != low[1]:
-            best = b - 0.5 * ((b - a) * low[0] - (b - c) * low[1]) / (low[0] - low[1])
+    rates = sorted(tried)
+    best = min(rates, key=tried.__getitem__)
+    place = rates.index(best)
+    near = rates[max(place - 1, 0) : place + 2]
+    losses = [tried[rate] for rate in near]
+    if len(near) == 3 and math.isfinite(sum(losses)):
+        bend, slope, _ = np.polyfit(near, losses, 2)
+        best = -slope / (2 * bend)
     return 2.0**best
 
 
 def slope_of(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """The slope of a line through ``(x, y, deviation of y)``, and half of its 95 % interval."""
-    weights = [1 / std**2 for _, _, std in points]
-    middle = sum(w * x for w, (x, _, _) in zip(weights, points, strict=True)) / sum(weights)
-    spread = sum(w * (x - middle) ** 2 for w, (x, _, _) in zip(weights, points, strict=True))
-    rise = sum(w * (x - middle) * y for w, (x, y, _) in zip(weights, points, strict=True))
-    return rise / spread, 1.96 / math.sqrt(spread)
+    x, y, std = np.array(points).T
+    weights = 1 / std**2
+    away = x - np.average(x, weights=weights)
+    spread = np.sum(weights * away**2)
+    return float(np.sum(weights * away * y) / spread), float(1.96 / np.sqrt(spread))

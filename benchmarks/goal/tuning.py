@@ -47,9 +47,8 @@ def search(measure: Callable[[Hyper], float], start: Hyper, family: Family, runs
                 at(times(factor))
         if len(tried) == seen:
             break
-    other = family.long if (best().b1, best().b2) == family.betas else family.betas
-    at(best()._replace(b1=other[0], b2=other[1]))
-    at(best()._replace(decay=family.decays[best().decay == family.decays[0]]))
+    at(family.other_betas(best()))
+    at(family.other_decay(best()))
     for factor in (2**0.5, 0.5**0.5, 2, 0.5, 2**0.25, 0.5**0.25):  # some may have been seen
         at(times(factor))
     return Tuned(best(), tried[best()])
