@@ -17,11 +17,10 @@ nothing here is a time but that of compiling. The tables of docs/reports/acceler
 TPU needs the extra `tpu`, GPU the extra `cuda`. Kernels of GPUs are chosen without trying any.
 """
 
+import itertools
 import json
 import os
 import pathlib
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -47,8 +46,8 @@ TWO_LEVELS = "vote, 1 bit, two levels of 2"
 
 def one(machine: str, model_name: str, method: str) -> dict[str, Any]:
     """Compiles one step in this process and reads it."""
-    model, levels = programs.named(model_name), 2 if method == TWO_LEVELS else 1
-    sizes = programs.sizes(model, machines.named(machine).devices, levels)
+    model, levels = programs.MODELS[model_name](), 2 if method == TWO_LEVELS else 1
+    sizes = programs.sizes(model, machines.MACHINES[machine].devices, levels)
     mesh = machines.mesh_of(machine, sizes)
     lowered, tx = programs.lowered(model, method.removesuffix(", two levels of 2"), mesh)
     start = time.perf_counter()
@@ -56,7 +55,7 @@ def one(machine: str, model_name: str, method: str) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     text, held = compiled.as_text(), model.size / model.fsdp
     accessed = (compiled.cost_analysis() or {}).get("bytes accessed")
-    rate = machines.named(machine).matrix_rate
+    rate = machines.MACHINES[machine].matrix_rate
     crossing = [c for c in collectives(text, mesh) if c.axes and "data" in c.axes]
     row = {
         "machine": machine,
@@ -85,19 +84,15 @@ def predicted(tx: Any, model: programs.Model, mesh: Any) -> float:
 
 def in_a_process(machine: str, model: str, method: str) -> dict[str, Any]:
     """The row of a step, compiled beside nothing else."""
-    environment = os.environ | machines.environment(machines.named(machine))
-    asked = [sys.executable, __file__, "--one", machine, model, method]
-    done = subprocess.run(asked, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        errors = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise SystemExit(f"error: {machine}, {model}, {method}: {errors[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    environment = os.environ | machines.environment(machines.MACHINES[machine])
+    return report.in_a_process(__file__, "--one", machine, model, method, environment=environment)
 
 
 def main() -> None:
-    parser = report.rows_parser(__doc__, ROWS)
-    parser.add_argument("--machines", nargs="+", default=["v5e-8", "h100-8"], metavar="NAME")
-    parser.add_argument("--models", nargs="+", default=["matrix"], metavar="NAME")
+    parser = report.parser(__doc__, ROWS)
+    known = list(machines.MACHINES), list(programs.MODELS)
+    parser.add_argument("--machines", nargs="+", default=["v5e-8", "h100-8"], choices=known[0])
+    parser.add_argument("--models", nargs="+", default=["matrix"], choices=known[1])
     parser.add_argument(
         "--one", nargs=3, metavar=("MACHINE", "MODEL", "METHOD"), help="this row only"
     )
@@ -105,26 +100,18 @@ def main() -> None:
     if args.one:
         print(json.dumps(one(*args.one)))
         return
-    try:
-        asked = [
-            (machine, model, method)
-            for machine in args.machines
-            for model in args.models
-            for method in methods(machine, model)
-        ]
-    except ValueError as error:
-        parser.error(str(error))
     done = by_step(report.rows_of(report.read(args.save), jax=jax.__version__))
-    for each in asked:
-        if each not in done:
-            report.append(args.save, [in_a_process(*each) | report.provenance()])
+    for machine, model in itertools.product(args.machines, args.models):
+        for method in methods(model):
+            if (machine, model, method) not in done:
+                row = in_a_process(machine, model, method)
+                report.append(args.save, [row | report.provenance()])
     DOCUMENT.write_text(documented(DOCUMENT.read_text(), report.read(args.save)))
 
 
-def methods(machine: str, model: str) -> list[str]:
+def methods(model: str) -> list[str]:
     """The steps that are compiled of a model."""
-    machines.named(machine)
-    of = programs.named(model)
+    of = programs.MODELS[model]()
     further = [TWO_LEVELS] * (of.fsdp == 1) + [programs.BUCKETS] * (of.loss is not None)
     return [LION, *programs.METHODS, *further]
 

@@ -8,7 +8,6 @@ many steps: of a compare all of it, of a snapshot or a checkpoint what the loop 
 written while steps go on. Then the last state is read, from memory and from disk.
 """
 
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -17,12 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import goal  # noqa: F401 (finds the examples)
 import jax
 import report
 from flax import nnx
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
 from gpt import corpus, meshes
 from gpt.model import GPT, next_byte_loss
 
@@ -32,12 +29,12 @@ from lioncub_jax.tools import faults, run
 WORKERS, CONTEXT = 4, 64
 MODEL = {"layers": 4, "width": 384, "heads": 6, "context": CONTEXT}
 MEMORY = Path("/dev/shm")
+TURNS = 10
 
 
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--every", type=int, default=100, help="steps from one to the next")
-    parser.add_argument("--turns", type=int, default=10)
     args = parser.parse_args()
     layout = meshes.build({"data": WORKERS})
     workers = layout.voters
@@ -64,7 +61,7 @@ def main() -> None:
             taken[name].append(time.perf_counter() - began)
             return result
 
-        for _ in range(args.turns + 1):
+        for _ in range(TURNS + 1):
             state, _ = timed("step", step, state, batch)
             timed("check", replicas.check, state)
             timed("snapshot", snapshots.save, state)

@@ -14,8 +14,6 @@ all cores spent on it, which other work on the machine lengthens less.
 
 import json
 import os
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -94,9 +92,8 @@ def measured(leaves: int, width: int, rounds: int) -> dict[str, dict[str, float]
     least: dict[str, dict[str, float]] = {}
     environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
     for method in [*METHODS] * rounds:
-        command = [sys.executable, __file__, "--one", method, str(leaves), "--width", str(width)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        seconds = json.loads(done.stdout.splitlines()[-1])
+        words = __file__, "--one", method, str(leaves), "--width", str(width)
+        seconds = report.in_a_process(*words, environment=environment)
         before = least.get(method, seconds)
         least[method] = {part: min(before[part], seconds[part]) for part in PARTS}
     return least

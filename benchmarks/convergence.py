@@ -9,6 +9,7 @@ run that is stopped goes on from the last of its 16 points, equal to the bit.
 """
 
 import argparse
+import functools
 import os
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -27,11 +28,9 @@ ROWS = ROOT / "benchmarks" / "results" / "convergence.jsonl"
 EVIDENCE = ROOT / "lioncub_jax" / "tools" / "plan" / "evidence.json"
 KEPT = ROOT / "runs" / "convergence"
 
-_runs: list[report.Once] = []  # of this process
-
 
 def main(argv: list[str] | None = None) -> None:
-    parser = report.rows_parser(__doc__, ROWS)
+    parser = report.parser(__doc__, ROWS)
     parts = list(lengths.PARTS)
     parser.add_argument("--part", nargs="+", choices=parts, default=parts, help="in this order")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one core each")
@@ -102,8 +101,13 @@ def run(part: str, args: argparse.Namespace) -> None:
 
 def run_job(job: lengths.Job, save: Path) -> None:
     """A job in a process of its own."""
-    _runs[:] = _runs or [report.Once(save, key_of, runner(KEPT))]
-    lengths.run(job, _runs[0], report.read(SHORT, key_of))
+    lengths.run(job, once(save), report.read(SHORT, key_of))
+
+
+@functools.cache
+def once(save: Path) -> report.Once:
+    """The runs of this process, which keep the last program."""
+    return report.Once(save, key_of, runner(KEPT))
 
 
 if __name__ == "__main__":

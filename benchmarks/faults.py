@@ -1,6 +1,6 @@
 """Losses of a run whose workers are killed, at random moments, on real processes.
 
-    python benchmarks/faults.py [--kind worker]    # rows that are in the file are not run again
+    python benchmarks/faults.py    # rows that are in the file are not run again
 
 Three workers, processes that talk by Gloo, train a small GPT by `owner_lion` under ``lioncub run``, with a
 snapshot in memory every 5 steps and a save every 20. A run is harmed once, after a step that is drawn and a
@@ -73,19 +73,14 @@ TITLES = {name: fault.says for name, fault in FAULTS.items()} | {
 }
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = report.rows_parser(__doc__, ROWS)
-    parser.add_argument("--kind", nargs="*", choices=list(FAULTS), default=list(FAULTS))
-    args = parser.parse_args(argv)
-    rows = report.read(args.save)
-    done = {(row["kind"], row["run"]) for row in rows}
-    wanted = [(kind, n) for kind in args.kind for n in range(FAULTS[kind].runs)]
-    for run in wanted:
-        if run not in done:
-            rows.append(harmed(*run) | report.provenance())
-            report.append(args.save, rows[-1:])
-    print(report.markdown(HEAD, lines_of(rows)))
-    DOCUMENT.write_text(documented(DOCUMENT.read_text(), rows))
+def main() -> None:
+    args = report.parser(__doc__, ROWS).parse_args()
+    done = {(row["kind"], row["run"]) for row in report.read(args.save)}
+    for kind, fault in FAULTS.items():
+        for number in range(fault.runs):
+            if (kind, number) not in done:
+                report.append(args.save, [harmed(kind, number) | report.provenance()])
+    DOCUMENT.write_text(documented(DOCUMENT.read_text(), report.read(args.save)))
 
 
 class Harm:

@@ -18,10 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import local_step
-import optax
 import report
 from aot import programs
-from local_step import ADAMW, LION, Timed, compiled
+from local_step import Timed, compiled
 
 import lioncub_jax as lc
 
@@ -44,14 +43,8 @@ def gpt(model: programs.Model) -> dict[str, Timed]:
 
 def weights(model: programs.Model) -> Any:
     """Small random parameters."""
-    leaves, tree = jax.tree.flatten(model.params)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    return tree.unflatten(
-        [
-            0.02 * jax.random.normal(key, x.shape, x.dtype)
-            for key, x in zip(keys, leaves, strict=True)
-        ]
-    )
+    key = jax.random.key(0)
+    return jax.tree.map(lambda x: 0.02 * jax.random.normal(key, x.shape, x.dtype), model.params)
 
 
 def exchange(model: programs.Model) -> dict[str, Timed]:
@@ -59,15 +52,9 @@ def exchange(model: programs.Model) -> dict[str, Timed]:
     workers = lc.Workers(jax.make_mesh((jax.device_count(),), ("data",)), "data")
     rows, length = model.windows
     batch = jax.random.randint(jax.random.key(1), (rows * workers.count, length), 0, 500)
-    methods = {
-        LION: lc.global_gradients(optax.lion(1e-4), workers=workers),
-        ADAMW: lc.global_gradients(optax.adamw(1e-4), workers=workers),
-        "lion_cub": lc.lion_cub(1e-4, workers=workers),
-        "owner_lion": lc.owner_lion(1e-4, workers=workers),
-        "owner_adamw": lc.owner_adamw(1e-4, workers=workers),
-    }
     timed = {}
-    for name, tx in methods.items():
+    for name, make in programs.OPTIMIZERS.items():
+        tx = make(workers=workers)
         state = lc.init_state(tx, weights(model), workers)
         step = lc.make_train_step(model.loss, tx, workers)
         step.compiled(lc.training.overlap_options(workers))
@@ -99,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(args: argparse.Namespace, device: Any) -> None:
     """All parts; rows are kept when they are there."""
-    rate, model = local_step.copy_rate(args.rounds), programs.named(args.model)
+    rate, model = local_step.copy_rate(args.rounds), programs.MODELS[args.model]()
     given = {"devices": jax.device_count(), "copy_gb_per_s": rate / 1e9}
 
     def keep(part: str, parameters: int, dtype: str, steps: dict[str, Timed]) -> None:

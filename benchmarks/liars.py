@@ -10,7 +10,7 @@ table of docs/reports/faults.md is written anew. Its last four methods are of co
 from functools import partial
 from pathlib import Path
 
-import harm  # noqa: F401 (finds the oracle)
+import goal  # noqa: F401 (finds the oracle)
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,7 +120,7 @@ def documented(document: str, rows: report.Rows) -> str:
 
 
 def main() -> None:
-    args = report.rows_parser(__doc__, ROWS).parse_args()
+    args = report.parser(__doc__, ROWS).parse_args()
     done = {row["method"] for row in report.read(args.save)}
     for method in METHODS:
         if method not in done:

@@ -27,7 +27,7 @@ METHODS = ["adamw", "vote", "owner-lion", "owner-adamw", "powersgd-16"]
 
 
 def main() -> None:
-    args = report.rows_parser(__doc__, ROWS).parse_args()
+    args = report.parser(__doc__, ROWS).parse_args()
     rows = [row for rate in RATES for row in compared(rate)]
     report.append(args.save, [row | report.provenance() for row in rows])
     print(json.dumps({"benchmark": "measured", "errors": published.factors(rows), "rows": rows}))

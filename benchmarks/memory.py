@@ -7,12 +7,9 @@ bytes of counters more than optax.lion's. What a compiled step allocates is in `
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
-import optax
 import report
 from aot import programs
 
@@ -20,20 +17,6 @@ import lioncub_jax as lc
 
 MODEL = "gpt-7b, fsdp 8"
 WORKERS, DEVICES = 64, 8
-
-
-def averaged(make: Callable[..., Any], workers: lc.Workers) -> Any:
-    """An optimizer of optax; where ours has two levels, every device is a worker to it."""
-    return lc.global_gradients(make(1e-4), workers=workers)
-
-
-OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    "optax.lion": partial(averaged, optax.lion),
-    "optax.adamw": partial(averaged, optax.adamw),
-    "lion_cub": partial(lc.lion_cub, 1e-4),
-    "owner_lion": partial(lc.owner_lion, 1e-4),
-    "owner_adamw": partial(lc.owner_adamw, 1e-4),
-}
 
 
 def held(tree: Any) -> int:
@@ -45,16 +28,17 @@ def held(tree: Any) -> int:
 def main() -> None:
     args = report.parser(__doc__).parse_args()
     jax.config.update("jax_num_cpu_devices", WORKERS * DEVICES)
-    model, rows, ratios, lion = programs.named(MODEL), [], {}, 0
+    model, rows, ratios, lion = programs.MODELS[MODEL](), [], {}, 0
     for inner in ("fsdp", "group"):
         mesh = jax.make_mesh((WORKERS, DEVICES), ("data", inner))
+        # Where ours has two levels, every device is a worker to optimizers of optax.
         workers = lc.Workers(mesh, "data", "group" if inner == "group" else None)
         specs = programs.specs_of(model, mesh)
-        for name, make in OPTIMIZERS.items():
+        for name, make in programs.OPTIMIZERS.items():
             tx = make(workers=workers)
             state = lc.training.abstract_state(tx, model.params, workers, specs=specs)
             size = held(state.opt_state)
-            lion = size if name == "optax.lion" else lion
+            lion = size if name == programs.LION else lion
             rows.append([inner, name, held(state.params), size])
             ratios[f"{inner}: {name}"] = size / lion
             print(*rows[-1], flush=True)

@@ -1,14 +1,13 @@
 """Both papers' tables, reduced: a small vision transformer, 4 to 32 simulated workers, Fashion-MNIST.
 
     python benchmarks/papers.py --images FOLDER          # Fashion-MNIST, from IDX files in a folder
-    python benchmarks/papers.py --data digits --workers 4        # a smoke run, which needs no data
+    python benchmarks/papers.py --data digits            # the digits of scikit-learn, which need no files
     python benchmarks/papers.py --left                   # says what there is to run, and runs nothing
     python benchmarks/papers.py --report                 # makes docs/reports/papers.md from the rows
 
 One process, one core. Rows are written as they come, and no run is made twice.
 """
 
-import argparse
 import math
 import os
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import optax
 import report
 from goal import tuning
 from goal.contenders import ADAM, LION, Family, Hyper, adam, lion
+from goal.curves import hyper_of
 from goal.images import EPOCHS, Run, init, key_of, runner
 from goal.runner import FLAGS
 from goal.vision import Tables
@@ -150,9 +150,11 @@ OWNERS = {
     "owner-lion": variant("`owner_lion`", at_owner(lion, None), "lion"),
     "owner-adamw": variant("`owner_adamw`", at_owner(adam, 2), "adamw"),
 }
-ALL = METHODS | CODES | SYNCS | OWNERS
+VARIANTS = CODES | SYNCS | OWNERS
+ALL = METHODS | VARIANTS
 APART = "adamw", "lion", "mavo", "midrise-4", "every-10", "every-100", *OWNERS
 VOTES = {"mavo"}
+ONLY_FEW = "l1-4", "largest-4"  # which run with 4 workers alone
 
 
 class Job(NamedTuple):
@@ -185,14 +187,11 @@ class Job(NamedTuple):
 
 def jobs(data: str) -> list[Job]:
     """All of them, those that others need first."""
-    few = [Job(name, 4, data) for name in CODES if name.endswith("-4")]
-    some = [
-        name for name in ALL if name not in METHODS and not name.endswith(("l1-4", "largest-4"))
-    ]
+    few = [name for name in CODES if name.endswith("-4")]
     return [
         *(Job(name, workers, data) for workers in WORKERS for name in METHODS),
-        *(Job(name, MIDDLE, data) for name in some),
-        *few,
+        *(Job(name, MIDDLE, data) for name in VARIANTS if name not in ONLY_FEW),
+        *(Job(name, WORKERS[0], data) for name in few),
         *(Job(name, MIDDLE, data, "classes") for name in APART),
         *(Job(name, MANY, data) for name in METHODS),
     ]
@@ -205,7 +204,8 @@ def run(job: Job, once: report.Once) -> None:
         return once.run(Run(part, job.method, job.data, job.workers, job.shards, *hyper, seed))
 
     def measure(hyper: Hyper) -> float:
-        return finite(ran("tuning", hyper, tuning.SEED)["tuning_loss"])
+        loss = ran("tuning", hyper, tuning.SEED)["tuning_loss"]
+        return math.inf if loss is None else loss  # None for a run that diverged
 
     method, rows = ALL[job.method], once.rows()
     if job.workers == MANY:
@@ -221,11 +221,6 @@ def run(job: Job, once: report.Once) -> None:
         ran("seed", hyper, seed)
 
 
-def finite(loss: float | None) -> float:
-    """A loss of a row; infinite for a run that diverged."""
-    return math.inf if loss is None else loss
-
-
 def chosen(rows: report.Rows, job: Job) -> Hyper:
     """The choice of tuning.
 
@@ -235,7 +230,7 @@ def chosen(rows: report.Rows, job: Job) -> Hyper:
     known = report.rows_of(rows, part="seed", **job._asdict())
     if not known:
         raise ValueError(f"{job.method} has not run with {job.workers} workers: run that first")
-    return key_of(known[0]).hyper
+    return hyper_of(known[0])
 
 
 def left(some: list[Job], rows: report.Rows) -> str:
@@ -270,36 +265,25 @@ def made() -> dict[Path, str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parsed(argv)
+    parser = report.parser(__doc__, ROWS)
+    parser.add_argument("--images", type=Path, help="a folder with the IDX files of Fashion-MNIST")
+    parser.add_argument("--data", choices=tuple(EPOCHS), default="fashion")
+    parser.add_argument("--left", action="store_true", help="say what is left, and run nothing")
+    parser.add_argument("--report", action="store_true", help="make the page from the rows")
+    args = parser.parse_args(argv)
     if args.report:
         for path, text in made().items():
             path.write_text(text)
         return
-    some = [
-        job
-        for job in jobs(args.data)
-        if job.workers in args.workers and (not args.method or job.method in args.method)
-    ]
-    print(left(some, report.read(args.save, key_of)), flush=True)
+    all_jobs = jobs(args.data)
+    print(left(all_jobs, report.read(args.save, key_of)), flush=True)
     if args.left:
         return
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
     trains = runner(lambda name, h: ALL[name].direction(h), VOTES, args.images)
-    for job in some:
+    for job in all_jobs:
         run(job, report.Once(args.save, key_of, trains))
-        print(f"{job}: {left(some, report.read(args.save, key_of))}", flush=True)
-
-
-def parsed(argv: list[str] | None) -> argparse.Namespace:
-    parser = report.rows_parser(__doc__, ROWS)
-    parser.add_argument("--images", type=Path, help="a folder with the IDX files of Fashion-MNIST")
-    parser.add_argument("--data", choices=tuple(EPOCHS), default="fashion")
-    known = (*WORKERS, MANY)
-    parser.add_argument("--workers", nargs="+", type=int, default=list(known), choices=known)
-    parser.add_argument("--method", nargs="+", choices=tuple(ALL), help="some only")
-    parser.add_argument("--left", action="store_true", help="say what is left, and run nothing")
-    parser.add_argument("--report", action="store_true", help="make the page from the rows")
-    return parser.parse_args(argv)
+        print(f"{job}: {left(all_jobs, report.read(args.save, key_of))}", flush=True)
 
 
 if __name__ == "__main__":

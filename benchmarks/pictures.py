@@ -1,13 +1,12 @@
-"""Draws every picture of the pages that shows measurements, from the committed rows.
+"""Draws the picture of the pages that shows measurements, from the committed rows.
 
     python benchmarks/pictures.py
 
-A picture file also holds the numbers that it shows, as JSON. So a test finds a picture that is older than
-its rows.
+The file also holds the numbers that it shows, as JSON. So a test finds a picture that is older than its
+rows.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,21 @@ from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools.plan import evidence, report
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+NAME = "time_to_loss.png"
 STYLE = Path(__file__).parent / "pictures.mplstyle"
 NUMBERS = "Description"  # the field of a PNG file that holds them
 
 
 def main() -> None:
-    for name in PICTURES:
-        save(name, FOLDER)
+    save(FOLDER / NAME)
 
 
-def save(name: str, folder: Path) -> None:
-    """Draws a picture, with its numbers to five digits, which are the same on all machines."""
-    read, draw = PICTURES[name]
-    numbers = json.loads(json.dumps(read()), parse_float=lambda text: float(f"{float(text):.5g}"))
+def save(path: Path) -> None:
+    """Draws the picture, with its numbers to five digits, which are the same on all machines."""
+    text = json.dumps(by_network())
+    numbers = json.loads(text, parse_float=lambda text: float(f"{float(text):.5g}"))
     with matplotlib.style.context(STYLE):
-        draw(numbers).savefig(folder / name, metadata={NUMBERS: json.dumps(numbers)})
+        draw(numbers).savefig(path, metadata={NUMBERS: json.dumps(numbers)})
 
 
 def numbers_in(path: Path) -> Any:
@@ -83,7 +82,7 @@ def lines(plans: list[planner.Plan]) -> dict[str, list[float]]:
     return drawn
 
 
-def draw_by_network(panels: dict[str, Any]) -> Figure:
+def draw(panels: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(2.9 * len(panels), 3.4))
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, (title, panel) in zip(axes, panels.items(), strict=True):
@@ -114,11 +113,6 @@ def draw_lines(axis: Any, lines: dict[str, list[float]], mean_until: float) -> N
     axis.set_yticks(ticks, [str(x) for x in ticks])
     axis.minorticks_off()
 
-
-# By file: what reads the numbers that a picture shows, and what draws them.
-PICTURES: dict[str, tuple[Callable[[], Any], Callable[[Any], Figure]]] = {
-    "time_to_loss.png": (by_network, draw_by_network),
-}
 
 if __name__ == "__main__":
     main()

@@ -5,6 +5,7 @@ import datetime
 import json
 import pathlib
 import platform
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -16,19 +17,12 @@ import optax
 Rows = list[dict[str, Any]]
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have."""
-    out = argparse.ArgumentParser(description=doc.splitlines()[0])
-    out.add_argument("--save", type=pathlib.Path, help="append the JSON line to this file")
-    return out
-
-
-def rows_parser(doc: str, rows: pathlib.Path) -> argparse.ArgumentParser:
-    """A parser of those that keep what ran in a file of rows."""
+def parser(doc: str, rows: pathlib.Path | None = None) -> argparse.ArgumentParser:
+    """A parser with the option that all benchmarks have; ``rows`` is the file of those that read theirs."""
     out = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    text = "file of rows, read and added to"
+    text = "a file of rows, JSON lines, that is added to"
     out.add_argument("--save", type=pathlib.Path, default=rows, help=text)
     return out
 
@@ -52,6 +46,19 @@ def provenance() -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "processor": platform.machine(),
     }
+
+
+def in_a_process(*words: str, environment: Mapping[str, str]) -> Any:
+    """Runs Python with these words; the JSON of its last line.
+
+    Raises:
+      SystemExit: with the last line of its errors, where it fails.
+    """
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        errors = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise SystemExit(f"error: {', '.join(words[1:])}: {errors[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def read(path: pathlib.Path, key: Callable[[dict[str, Any]], Any] = dict) -> Rows:

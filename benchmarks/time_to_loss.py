@@ -24,7 +24,7 @@ ROWS = ROOT / "benchmarks" / "results" / "time_to_loss.jsonl"
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = report.rows_parser(__doc__, ROWS)
+    parser = report.parser(__doc__, ROWS)
     parser.add_argument("--torch", action="store_true", help="time those of PyTorch, too")
     parser.add_argument("--again", action="store_true", help="measure nothing: sum up the rows")
     args = parser.parse_args(argv)

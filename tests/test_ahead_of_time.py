@@ -17,7 +17,7 @@ RESULTS = Path(ahead_of_time.__file__).parent / "results" / "ahead_of_time.jsonl
 @pytest.mark.parametrize("name", machines.MACHINES)
 def test_machines_are_the_planners_and_committed_rows_send_what_it_says(name):
     """Each device a worker; where the planner's worker is a node only the devices agree."""
-    one, devices = planner.cluster_named(name).cluster, machines.named(name).devices
+    one, devices = planner.cluster_named(name).cluster, machines.MACHINES[name].devices
     assert one.num_workers * one.group_size == devices
     sent = {
         row["method"]: row.get("predicted_bytes")
@@ -26,17 +26,17 @@ def test_machines_are_the_planners_and_committed_rows_send_what_it_says(name):
     }
     if one.group_size > 1:
         one = planner.Cluster(devices, one.link)
-    vote, params = planner.scheme_named("vote"), programs.named("matrix").params
+    vote, params = planner.scheme_named("vote"), programs.MODELS["matrix"]().params
     sends = planner.step_time(vote, params, one).sent_bytes  # without padding to whole blocks
     assert sends == pytest.approx(sent["vote, 1 bit"], rel=0.01)
 
 
 def test_rows_say_what_a_compiled_step_sends_and_are_kept(monkeypatch, tmp_path):
     small, file = programs.Model(*programs.gpt(1, 32, 2, 64, 16), (1, 17)), tmp_path / "rows.jsonl"
-    monkeypatch.setattr(programs, "named", lambda name: small)
+    monkeypatch.setitem(programs.MODELS, "matrix", lambda: small)
     monkeypatch.setattr(machines, "mesh_of", lambda name, sizes: mesh_on("data=8"))
     methods = [programs.LION, "vote, 1 bit", "owner, 3 bits"]
-    monkeypatch.setattr(ahead_of_time, "methods", lambda machine, model: methods)
+    monkeypatch.setattr(ahead_of_time, "methods", lambda model: methods)
     monkeypatch.setattr("sys.argv", ["x", "--machines", "v5e-8", "--save", str(file)])
     page = tmp_path / "page.md"
     page.write_text("<!-- matrix -->\n<!-- end -->")
@@ -81,10 +81,10 @@ def test_a_tpu_lays_nothing_out_anew(model, joined):
 def test_a_tpu_packs_with_a_kernel():
     program = (
         "from aot import machines, programs; mesh = machines.mesh_of('v5e-8', {'data': 8}); "
-        "lowered, _ = programs.lowered(programs.named('matrix'), 'vote, 1 bit', mesh); "
+        "lowered, _ = programs.lowered(programs.MODELS['matrix'](), 'vote, 1 bit', mesh); "
         "assert 'lioncub_pack' in lowered.compile().as_text()"
     )
-    done = run_python("-c", program, **machines.environment(machines.named("v5e-8")))
+    done = run_python("-c", program, **machines.environment(machines.MACHINES["v5e-8"]))
     assert done.returncode == 0, done.stderr
 
 

@@ -42,7 +42,7 @@ def test_each_step_of_a_gpu_is_measured_and_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(local_step, "candidates", lambda x: {n: every(x)[n] for n in STEPS})
     monkeypatch.setattr(local_step, "SAMPLE_SECONDS", 1e-5)
     small = programs.Model(*programs.gpt(1, 32, 2, 512, 16), (1, 17))
-    monkeypatch.setattr(programs, "named", lambda name: small)
+    monkeypatch.setitem(programs.MODELS, "gpt-124m", lambda: small)
     kept = tmp_path / "rows"
     gpu.main(f"--sizes 65536 --rounds 2 --save {kept}".split())
     rows = read(kept)

@@ -51,7 +51,7 @@ def test_a_run_learns_and_says_how_often_averaging_and_majority_agree(monkeypatc
     runner = images.runner(lambda name, h: papers.ALL[name].direction(h), papers.VOTES, None)
     row = runner.run(images.Run("seed", "mavo", "digits", 4, "classes", 2e-3, 0.8, 0.9, 0.1, 0))
     assert row["steps"] == 120 and row["train"][-1] < row["train"][0] and row["accuracy"] > 0.2
-    assert 0.6 < np.mean(row["agree"]["mlp 1"]) < 0.95 and images.key_of(row).hyper.rate == 2e-3
+    assert 0.6 < np.mean(row["agree"]["mlp 1"]) < 0.95 and images.key_of(row).rate == 2e-3
 
 
 def test_the_page_is_made_of_the_committed_rows():

@@ -332,15 +332,14 @@ def test_pages_show_each_picture_that_the_command_draws():
     written = [*pages.ROOT.glob("docs/**/*.md"), *pages.ROOT.glob("*.md")]
     links = [x for page in written for x in re.findall(r"\]\((\S+\.png)\)", page.read_text())]
     drawn = {path.name for path in pictures.FOLDER.glob("*.png")}
-    assert {Path(link).name for link in links} == drawn == set(pictures.PICTURES)
+    assert {Path(link).name for link in links} == drawn == {pictures.NAME}
 
 
 def test_pictures_are_drawn_from_committed_rows_and_are_no_older(tmp_path):
     """If not: python benchmarks/pictures.py."""
-    for name in pictures.PICTURES:
-        pictures.save(name, tmp_path)
-        committed = pictures.numbers_in(pictures.FOLDER / name)
-        assert committed == pictures.numbers_in(tmp_path / name)
+    pictures.save(tmp_path / pictures.NAME)
+    committed = pictures.numbers_in(pictures.FOLDER / pictures.NAME)
+    assert committed == pictures.numbers_in(tmp_path / pictures.NAME)
 
 
 # --- Curves whose answers are known

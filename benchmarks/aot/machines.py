@@ -70,17 +70,6 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 _GPU_FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 
 
-def named(name: str) -> Machine:
-    """The machine of a name.
-
-    Raises:
-      ValueError: for a name that is not known.
-    """
-    if name not in MACHINES:
-        raise ValueError(f"machine {name!r}: give one of {', '.join(MACHINES)}")
-    return MACHINES[name]
-
-
 def environment(machine: Machine) -> dict[str, str]:
     """Variables that must be set before JAX starts."""
     if machine.platform == "cuda":
@@ -99,10 +88,10 @@ def mesh_of(name: str, sizes: dict[str, int]) -> Mesh:
     """A mesh of devices that are described and not there.
 
     Raises:
-      ValueError: for an unknown machine, or a mesh that does not use up its devices.
+      ValueError: for a mesh that does not use up its devices.
       ModuleNotFoundError: without the compiler, with how to get it.
     """
-    machine = named(name)
+    machine = MACHINES[name]
     wanted = int(np.prod(list(sizes.values())))
     if wanted != machine.devices:
         raise ValueError(f"mesh {sizes}: {wanted} devices, and {name} has {machine.devices}")

@@ -18,6 +18,14 @@ METHODS: dict[str, Callable[..., Any]] = {
     "average": lambda **axes: lc.distributed_lion(1e-4, average=True, **axes),
     "owner, 3 bits": lambda **axes: lc.owner_lion(1e-4, **axes),
 }
+# What optimizers are compared by memory and on GPUs.
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    LION: lambda **axes: lc.global_gradients(optax.lion(1e-4), **axes),
+    "optax.adamw": lambda **axes: lc.global_gradients(optax.adamw(1e-4), **axes),
+    "lion_cub": lambda **axes: lc.lion_cub(1e-4, **axes),
+    "owner_lion": lambda **axes: lc.owner_lion(1e-4, **axes),
+    "owner_adamw": lambda **axes: lc.owner_adamw(1e-4, **axes),
+}
 BUCKETS = "vote, 1 bit, 8 buckets"  # with what XLA must be told to overlap them
 
 
@@ -107,17 +115,6 @@ MODELS: dict[str, Callable[[], Model]] = {
     "gpt-124m, update": lambda: _update(12, 768, 12, 50304, 1024),
     "gpt-7b, fsdp 8": lambda: _gpt(1, 32, 4096, 32, 50304, 2048, fsdp=8),
 }
-
-
-def named(name: str) -> Model:
-    """The model of a name.
-
-    Raises:
-      ValueError: for a name that is not known.
-    """
-    if name not in MODELS:
-        raise ValueError(f"model {name!r}: give one of {', '.join(MODELS)}")
-    return MODELS[name]()
 
 
 def sizes(model: Model, devices: int, group: int = 1) -> dict[str, int]:

@@ -58,10 +58,6 @@ class Run(NamedTuple):
     steps: int = STEPS
     width: int = WIDTH
 
-    @property
-    def hyper(self) -> Hyper:
-        return Hyper(self.rate, self.b1, self.b2, self.decay)
-
 
 def hyper_of(row: dict[str, Any]) -> Hyper:
     """The hyperparameters of a row."""

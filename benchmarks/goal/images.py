@@ -59,10 +59,6 @@ class Run(NamedTuple):
     decay: float
     seed: int
 
-    @property
-    def hyper(self) -> Hyper:
-        return Hyper(self.rate, self.b1, self.b2, self.decay)
-
 
 def key_of(row: dict[str, Any]) -> Run:
     """The run of a row."""

@@ -55,7 +55,7 @@ class Runner:
     def run(self, run: Any) -> dict[str, Any]:
         """Trains, and returns what a row says about it."""
         began = time.process_time()
-        hyper = Hyper(*(jnp.float32(x) for x in run.hyper))
+        hyper = Hyper(*(jnp.float32(getattr(run, name)) for name in Hyper._fields))
         data = self._data(run)
         key = run._replace(part="", seed=0, **dict.fromkeys(Hyper._fields, 0))
         if key not in self._compiled:

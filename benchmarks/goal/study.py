@@ -114,13 +114,13 @@ class Study:
     def tokens_to_a_loss(self) -> str:
         """The second reading: tokens over those of AdamW to the same loss."""
         goals = [key for key in LENGTHS[1:] if BASE in self.cell(key).losses]
-        head = ["method", *(f"runs of {key.steps:,} steps" for key in goals)]
         lines = []
         for name in self.names():
             cells = [self.ratio(name, key) for key in goals]
             if name != BASE and any(cells):
                 lines.append([f"`{pages.code_of(name)}`", *cells])
-        return report.markdown(head, lines) if goals else "Not measured yet.\n"
+        head = ["method", *(f"runs of {key.steps:,} steps" for key in goals)]
+        return report.markdown(head, lines)
 
     def ratio(self, name: str, goal: Key) -> str:
         """Tokens of a method to a loss, over AdamW's; "" where no line comes there."""
@@ -132,20 +132,16 @@ class Study:
 
     def tuning(self) -> str:
         """The choice of tuning for runs of 1,024 steps, in units of AdamW."""
-        cell = self.cell(NOISY)
-        if BASE not in cell.rows:
-            return "Not measured yet.\n"
-        adamw = hyper_of(cell.rows[BASE][0])
-        head = ["method", "seeds", "rate", "decay", "betas"]
+        chosen = self.cell(NOISY).rows
+        adamw = hyper_of(chosen[BASE][0])
         lines = []
         for name in self.names():
-            if name in cell.rows:
-                h = hyper_of(cell.rows[name][0])
-                rate, decay = h.rate / adamw.rate, h.decay / adamw.decay
-                seeds = str(len(cell.rows[name]))
-                code = f"`{pages.code_of(name)}`"
-                lines.append([code, seeds, f"{rate:.2g}", f"{decay:.2g}", f"{h.b1:g}, {h.b2:g}"])
-        return report.markdown(head, lines)
+            if name in chosen:
+                h = hyper_of(chosen[name][0])
+                rate, decay = f"{h.rate / adamw.rate:.2g}", f"{h.decay / adamw.decay:.2g}"
+                seeds, betas = str(len(chosen[name])), f"{h.b1:g}, {h.b2:g}"
+                lines.append([f"`{pages.code_of(name)}`", seeds, rate, decay, betas])
+        return report.markdown(["method", "seeds", "rate", "decay", "betas"], lines)
 
     def reason(self) -> str:
         """Votes with one part changed, less float32 Lion, whose rate, betas and decay they have."""
@@ -167,43 +163,48 @@ class Study:
             "ties",
             "votes that agree with the mean",
         ]
-        return report.markdown(head, lines) if lines else "Not measured yet.\n"
+        return report.markdown(head, lines)
+
+    def sized(self) -> dict[int, Cell]:
+        """The cells of 1,024 steps by the number of parameters."""
+        alike = NOISY._replace(width=0)
+        return {
+            parameters_in(shapes(key.width)): cell
+            for key, cell in self.cells.items()
+            if key._replace(width=0) == alike
+        }
 
     def sizes(self) -> str:
         """Losses of each width less those of AdamW, and best rates over its own."""
-        known = [key for key in self.cells if key[:3] == NOISY[:3] and key.steps == NOISY.steps]
         names = ("lion", "vote", "owner-adamw")
-        head = ["parameters", *(f"`{pages.code_of(name)}`" for name in names)]
-        head += [f"rate of `{pages.code_of(name)}`" for name in names]
+        codes = {name: f"`{pages.code_of(name)}`" for name in names}
         lines = []
-        for key in known:
-            cell = self.cell(key)
+        for parameters, cell in self.sized().items():
+            far = [cell.behind(name) for name in names]
             rates = [rate_over(cell, name) for name in names]
             lines.append([
-                f"{parameters_in(shapes(key.width)):,}",
-                *(d.text() if (d := cell.behind(name)) else "not run" for name in names),
+                f"{parameters:,}",
+                *(difference.text() if difference else "not run" for difference in far),
                 *("" if rate is None else f"{rate:.2f}" for rate in rates),
             ])  # fmt: skip
-        sentences = [
-            f"* `{pages.code_of(name)}`: {text}\n"
-            for name in names
-            if (text := self.growth(name, known))
-        ]
-        return report.markdown(head, lines) + "\n" * bool(sentences) + "".join(sentences)
+        head = ["parameters", *codes.values(), *(f"rate of {code}" for code in codes.values())]
+        grown = {code: self.growth(name) for name, code in codes.items()}
+        sentences = "".join(f"* {code}: {text}\n" for code, text in grown.items() if text)
+        return report.markdown(head, lines) + "\n" * bool(sentences) + sentences
 
-    def growth(self, name: str, known: Sequence[Key]) -> str:
+    def growth(self, name: str) -> str:
         """A line through distances, and one through rates, over the logarithm of the size."""
-        sized = [(math.log(parameters_in(shapes(key.width)), 4), self.cell(key)) for key in known]
-        far = [
-            (x, d.value, d.error / 1.96)
-            for x, cell in sized
-            if (d := cell.behind(name)) and d.error
-        ]
-        rates = [
-            (x, math.log2(rate), 2**0.5 * OCTAVE)
-            for x, cell in sized
-            if (rate := rate_over(cell, name))
-        ]
+        far, rates = [], []
+        for parameters, cell in self.sized().items():
+            size, difference, rate = (
+                math.log(parameters, 4),
+                cell.behind(name),
+                rate_over(cell, name),
+            )
+            if difference and difference.error:
+                far.append((size, difference.value, difference.error / 1.96))
+            if rate:
+                rates.append((size, math.log2(rate), 2**0.5 * OCTAVE))
         if len(far) < 3 or len(rates) < 3:
             return ""
         (loss, error), (rate, octaves) = slope_of(far), slope_of(rates)
@@ -241,53 +242,39 @@ class Study:
 
     def learnt(self) -> str:
         """Five sentences, each with its error; what is not there yet is said."""
-        each = (
-            ("the vote beside float32 Lion", self.beside_lion()),
-            ("methods after 1,024 steps", self.after_1024()),
-            ("the length of a run", self.by_length()),
-            ("accumulation and local steps", self.by_exchanges()),
-            ("the size of the model", self.by_size()),
-        )
-        return "".join(
-            f"{n}. {text or f'Not measured yet: {about}.'}\n"
-            for n, (about, text) in enumerate(each, 1)
-        )
-
-    def beside_lion(self) -> str:
-        first = self.by_steps("vote", LENGTHS[1:], "lion")
-        lead = f"**Votes and float32 Lion** (the goal is at most {GOAL:+}). `lion_cub`: "
-        return f"{lead}{first}{self.by_method(REMEDIES, 'lion')}" if first else ""
-
-    def after_1024(self) -> str:
-        losses = self.cell(NOISY).pooled.means if self.cell(NOISY).losses else {}
-        ranks = [name for name in lengths.POWERSGD if name in losses]
-        best = min(ranks, key=losses.__getitem__, default="")
-        others = {
-            best: f"PowerSGD of rank {best.removeprefix('powersgd-')}", "one-bit-adam": "1-bit Adam"
+        longer = {says: self.by_steps(name, LENGTHS) for name, says in OURS.items()}
+        sentences = {
+            "the vote beside float32 Lion": (
+                f"**Votes and float32 Lion** (the goal is at most {GOAL:+}). `lion_cub`: ",
+                self.by_steps("vote", LENGTHS[1:], "lion") + self.by_method(REMEDIES, "lion"),
+            ),
+            "methods after 1,024 steps": (
+                "**1,024 steps, and float32 AdamW.**", self.by_method(OURS | self.others())
+            ),
+            "the length of a run": (
+                "**Longer runs, and float32 AdamW.**",
+                "".join(f" {says}: {text}" for says, text in longer.items() if text),
+            ),
+            "accumulation and local steps": (
+                "**Fewer exchanges of as many tokens, and float32 AdamW.**",
+                self.by_method(EXCHANGES),
+            ),
+            "the size of the model": (
+                "**The size of the model.** For `lion_cub` ", self.growth("vote")
+            ),
         }  # fmt: skip
-        text = self.by_method(OURS | others)
-        return (
-            f"**1,024 steps, and float32 AdamW.**{text}"
-            if best and set(OURS) <= set(losses)
-            else ""
+        return "".join(
+            f"{n}. {lead}{text}\n" if text else f"{n}. Not measured yet: {about}.\n"
+            for n, (about, (lead, text)) in enumerate(sentences.items(), 1)
         )
 
-    def by_length(self) -> str:
-        text = "".join(
-            f" {says}: {known}"
-            for name, says in OURS.items()
-            if "," in (known := self.by_steps(name, LENGTHS))
-        )
-        return f"**Longer runs, and float32 AdamW.**{text}" if text else ""
-
-    def by_exchanges(self) -> str:
-        text = self.by_method(EXCHANGES)
-        return f"**Fewer exchanges of as many tokens, and float32 AdamW.**{text}" if text else ""
-
-    def by_size(self) -> str:
-        known = [key for key in self.cells if key[:3] == NOISY[:3] and key.steps == NOISY.steps]
-        text = self.growth("vote", known)
-        return f"**The size of the model.** For `lion_cub` {text}" if text else ""
+    def others(self) -> dict[str, str]:
+        """The best PowerSGD of 1,024 steps and 1-bit Adam, as sentences call them."""
+        losses = self.cell(NOISY).losses and self.cell(NOISY).pooled.means
+        ranks = [name for name in lengths.POWERSGD if name in losses]
+        best = {name: f"PowerSGD of rank {name.removeprefix('powersgd-')}" for name in ranks}
+        first = sorted(best, key=losses.__getitem__)[:1]
+        return {name: best[name] for name in first} | {"one-bit-adam": "1-bit Adam"}
 
     def by_steps(self, name: str, settings: Iterable[Key], other: str = BASE) -> str:
         """Differences to another method in each setting where both ran; a sentence, or nothing."""

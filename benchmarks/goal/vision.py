@@ -8,7 +8,7 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import report
@@ -18,6 +18,7 @@ from goal.images import key_of
 from goal.paired import Pooled, pooled
 
 POINT = {"at the start": 0, "in the middle": 3, "at the end": -1}
+IN_PAPER = 3  # numbers of workers
 Setting = tuple[int, str]  # workers and shards
 
 
@@ -46,18 +47,16 @@ class Tables:
 
     def accuracies(self, names: Collection[str], numbers: Collection[int]) -> str:
         """The first paper's table: ours, and its own for 4, 8 and 16 workers."""
-        settings = [self.pooled((workers, "alike")) for workers in numbers]
-        lines = []
-        for name in names:
-            paper = [f"{x}" for x in self._methods[name].paper] or [""] * 3
-            ours = [
-                f"{runs.means[name]:.1f}" if runs and name in runs.means else "not run"
-                for runs in settings
-            ]
-            lines.append([self._methods[name].says, *beside(ours, paper)])
-        lines.append(["a difference is seen from", *beside(map(_error, settings), [""] * 3)])
-        heads = beside((f"{workers} workers" for workers in numbers), ["the paper"] * 3)
-        return report.markdown(["method", *heads], lines)
+        head, last = ["method"], ["a difference is seen from"]
+        lines = {name: [self._methods[name].says] for name in names}
+        for place, workers in enumerate(numbers):
+            runs, in_paper = self.pooled((workers, "alike")), place < IN_PAPER
+            head += [f"{workers} workers", *["the paper"] * in_paper]
+            last += [_error(runs), *[""] * in_paper]
+            for name, line in lines.items():
+                paper = self._methods[name].paper or [""] * IN_PAPER
+                line += [accuracy(runs, name), *map(str, paper[place : place + 1])]
+        return report.markdown(head, [*lines.values(), last])
 
     def order(self, names: Collection[str], numbers: Collection[int]) -> str:
         """Each method less the one behind it in the paper, here and there."""
@@ -80,11 +79,7 @@ class Tables:
 
     def variants(self, base: str, names: Collection[str], settings: Mapping[str, Setting]) -> str:
         """Methods less the base, in each setting by its title; the base has its accuracy."""
-        runs = {title: self.pooled(at) for title, at in settings.items()}
-        first = [
-            f"{one.means[base]:.1f}" if one and base in one.means else "not run"
-            for one in runs.values()
-        ]
+        first = [accuracy(self.pooled(at), base) for at in settings.values()]
         lines = [[self._methods[base].says, *first]]
         for name in names:
             cells = [self.less(at, name, base) for at in settings.values()]
@@ -105,9 +100,9 @@ class Tables:
         return report.markdown(head, lines) if lines else "Not run yet.\n"
 
 
-def beside(ours: Iterable[str], paper: Iterable[str]) -> list[str]:
-    """Cells of ours, each with that of the paper behind it, where it has one."""
-    return [x for pair in itertools.zip_longest(ours, paper) for x in pair if x is not None]
+def accuracy(runs: Pooled | None, name: str) -> str:
+    """The mean of a method."""
+    return f"{runs.means[name]:.1f}" if runs and name in runs.means else "not run"
 
 
 def _error(runs: Pooled | None) -> str:
