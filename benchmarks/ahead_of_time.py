@@ -121,21 +121,19 @@ def by_step(rows: report.Rows) -> dict[tuple[str, str, str], dict[str, Any]]:
     return {(row["machine"], row["model"], row["method"]): row for row in rows}
 
 
-def figure(row: dict[str, Any], name: str, form: str) -> str:
-    """A number of a row; nothing where it is not known."""
-    return "" if row[name] is None else format(row[name], form)
-
-
 def documented(document: str, rows: report.Rows) -> str:
     """The document with a table for each model that was compiled, and one of collectives of buckets."""
     known, tables = by_step(rows), {}
     for model in dict.fromkeys(model for _, model, _ in known):
-        steps = list(dict.fromkeys(method for _, of, method in known if of == model))
-        lines = [
-            [machine, title, *(figure(known[machine, model, step], name, form) for step in steps)]
-            for machine in dict.fromkeys(machine for machine, of, _ in known if of == model)
-            for title, (name, form) in FIGURES.items()
-        ]
+        of_model = {
+            (machine, method): row for (machine, of, method), row in known.items() if of == model
+        }
+        machines_of, steps = (list(dict.fromkeys(names)) for names in zip(*of_model, strict=True))
+        lines = []
+        for machine, (title, (name, form)) in itertools.product(machines_of, FIGURES.items()):
+            numbers = [of_model[machine, step][name] for step in steps]
+            # XLA does not count for all machines.
+            lines.append([machine, title, *("" if x is None else format(x, form) for x in numbers)])
         tables[model] = report.markdown(["machine", "", *steps], lines)
     lines = [
         [machine, f"{arrives * 7 / 8e6:.2f}", f"{arrives * 7 / 1e5:.0f}", f"{1e6 * seconds:,.0f}"]

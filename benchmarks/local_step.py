@@ -34,6 +34,13 @@ WORKERS = 8
 LION, ADAMW = "optax.lion", "optax.adamw"
 COPIED = 2**28  # float32 values
 SAMPLE_SECONDS, MOST_CALLS = 0.02, 4096
+# Shapes by the number of parameters.
+LAYER = [(256,), (256, 768), (256, 256), (256,), (256, 1024), (1024, 256)]
+MODELS = {
+    "1M": [(2**20,)], "4M": [(2**22,)], "16M": [(2**24,)], "64M": [(2**26,)],
+    "7M in 54 arrays": LAYER * 9,
+}  # fmt: skip
+QUICK = "4M", "16M"
 
 
 class Candidate(NamedTuple):
@@ -243,15 +250,10 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    powers = [22, 24] if args.quick else [20, 22, 24, 26]
-    models = {f"{2 ** (power - 20)}M": [(2**power,)] for power in powers}
-    if not args.quick:
-        layer = [(256,), (256, 768), (256, 256), (256,), (256, 1024), (1024, 256)]
-        models["7M in 54 arrays"] = layer * 9
     rate, rows = copy_rate(args.rounds), []
     for dtype in ["float32"] if args.quick else ["float32", "bfloat16"]:
-        for parameters, shapes in models.items():
-            steps = local([jnp.zeros(shape, dtype) for shape in shapes])
+        for parameters in QUICK if args.quick else MODELS:
+            steps = local([jnp.zeros(shape, dtype) for shape in MODELS[parameters]])
             about = {"parameters": parameters, "dtype": dtype}
             rows += rows_of("local", about, steps, args.rounds, rate)
     known = report.rows_of(rows, parameters="16M", dtype="float32")

@@ -38,13 +38,13 @@ def compared(rate: str) -> Iterator[dict[str, Any]]:
     measured = probed(rate)
     at = planner.Cluster(WORKERS, planner.Link(math.inf, kind="exact"), measured=measured)
     plan = planner.plan(curves.shapes(), at, measured.compute, tokens=TOKENS)
-    for timed in lab.timed_together(lab.entries(METHODS, TOKENS), "jax", rate, WORKERS):
-        name = timed["contender"]
+    for row in lab.timed(lab.entries(METHODS, TOKENS), "jax", rate, WORKERS):
+        name = row["contender"]
         overlap = plan.corners()[0][1] * (name == "adamw")
         yield {
             "rate": rate, "workers": WORKERS, "method": name,
             "predicted": plan.rows[name].estimate.step(plan.compute, 1.0, overlap),
-            "seconds": timed["seconds"],
+            "seconds": row["seconds"],
         }  # fmt: skip
 
 

@@ -9,7 +9,6 @@ One process, one core. Rows are written as they come, and no run is made twice.
 """
 
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from goal import tuning
 from goal.contenders import ADAM, LION, Family, Hyper, adam, lion
 from goal.curves import hyper_of
 from goal.images import EPOCHS, Run, init, key_of, runner
-from goal.runner import FLAGS
+from goal.runner import use_one_thread
 from goal.vision import Tables
 from oracle import baselines, coding, sync
 from oracle import dgc as reference_dgc
@@ -216,7 +215,7 @@ def run(job: Job, once: report.Once) -> None:
         hyper, seeds = min(tried, key=measure), SEEDS
     else:
         first = tuning.first(method.family)
-        hyper, seeds = tuning.search(measure, first, method.family, TRIES).hyper, SEEDS
+        hyper, seeds = tuning.search(measure, first, method.family, TRIES), SEEDS
     for seed in seeds:
         ran("seed", hyper, seed)
 
@@ -279,7 +278,7 @@ def main(argv: list[str] | None = None) -> None:
     print(left(all_jobs, report.read(args.save, key_of)), flush=True)
     if args.left:
         return
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+    use_one_thread()
     trains = runner(lambda name, h: ALL[name].direction(h), VOTES, args.images)
     for job in all_jobs:
         run(job, report.Once(args.save, key_of, trains))

@@ -71,15 +71,17 @@ def by_network() -> dict[str, Any]:
 def lines(plans: list[planner.Plan]) -> dict[str, list[float]]:
     """Times of AdamW by a float32 mean, of whichever other method is best, and of two of ours."""
     free = min(plans[0].rows[name].ratio() for name in ("lion", "adamw"))
-    drawn = {"float32 AdamW": [plan.times(corner=ALONE)["adamw"] / free for plan in plans]}
-    if plans[0].first("other"):
-        drawn["best of others"] = [
-            next(iter(plan.times("other", corner=ALONE).values())) / free for plan in plans
-        ]
-    for name, title in {"owner-adamw": "owner_adamw", "vote": "lion_cub"}.items():
-        if name in plans[0].times():
-            drawn[title] = [plan.times(corner=ALONE)[name] / free for plan in plans]
-    return drawn
+    drawn: dict[str, list[float]] = {title: [] for title in LINES}
+    for plan in plans:
+        times, others = plan.times(corner=ALONE), plan.times("other", corner=ALONE)
+        best = {
+            "float32 AdamW": times["adamw"],
+            "best of others": next(iter(others.values()), None),
+        }
+        best |= {"owner_adamw": times.get("owner-adamw"), "lion_cub": times.get("vote")}
+        for title, time in best.items():
+            drawn[title] += [time / free] if time else []
+    return {title: line for title, line in drawn.items() if line}
 
 
 def draw(panels: dict[str, Any]) -> Figure:

@@ -11,6 +11,7 @@ milliseconds are those of the real training step of four workers, in the lab at 
 requirements/peers.txt), which take the steps of the same method in JAX.
 """
 
+import itertools
 import json
 from pathlib import Path
 
@@ -33,17 +34,18 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     if not args.again:
-        run_times(args.save, [*CONTENDERS, lab.NOTHING, *(lab.TORCH if args.torch else ())])
+        names = {"jax": [*CONTENDERS, lab.NOTHING], "torch": [*lab.TORCH] if args.torch else []}
+        run_times(args.save, names)
     rows = report.read(args.save, curves.key_of)
     print(json.dumps({"benchmark": "time_to_loss", **pages.keys(evidence.evidence(rows))}))
 
 
-def run_times(save: Path, names: list[str]) -> None:
-    """Times every stage of each contender, with each noise at each rate."""
-    for tokens in TOKENS:
-        for rate in lab.RATES:
-            for row in lab.timed(lab.entries(names, tokens), rate):
-                report.append(save, [row | report.provenance()])
+def run_times(save: Path, names: dict[str, list[str]]) -> None:
+    """Times every stage of the contenders of each framework, with each noise at each rate."""
+    for tokens, rate, framework in itertools.product(TOKENS, lab.RATES, names):
+        entries = lab.entries(names[framework], tokens)
+        for row in lab.timed(entries, framework, rate) if entries else ():
+            report.append(save, [row | report.provenance()])
 
 
 if __name__ == "__main__":

@@ -3,12 +3,10 @@
 The same model, with parameters of its own and the same text; it takes turns, as `worker.py` does.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,23 +113,18 @@ def _loss(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
-    blocks = take_turns(json.loads((folder / "job.json").read_text()))
-    (folder / f"worker{dist.get_rank()}.json").write_text(json.dumps(blocks))
+    turns.work(Path(sys.argv[1]), dist.get_rank(), step_of, largest)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def take_turns(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Blocks of steps, as of `worker.take_turns`."""
-    racing = {}
-    for name, stage, tokens in job["entries"]:
-        step = Trainer(name, tokens).step
-        racing[json.dumps([name, stage, tokens])] = step
-        for _ in range(4):  # PowerSGD's first steps are plain, and DDP rebuilds its buckets
-            step()
-    return turns.take_turns(racing, largest, turns=job["turns"], seconds=job["seconds"])
+def step_of(name: str, stage: str, tokens: int) -> turns.Step:
+    """The step of a method, as that of `worker.py`."""
+    step = Trainer(name, tokens).step
+    for _ in range(4):  # PowerSGD's first steps are plain, and DDP rebuilds its buckets
+        step()
+    return step
 
 
 def largest(x: float) -> float:

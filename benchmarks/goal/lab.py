@@ -55,18 +55,10 @@ def entries(names: list[str], tokens: int) -> list[Entry]:
     ]
 
 
-def timed(entries: list[Entry], rate: str) -> Iterator[dict[str, Any]]:
-    """A row for each, in turns: a session for each framework."""
-    for framework in PROGRAMS:
-        some = [entry for entry in entries if (entry.contender in TORCH) == (framework == "torch")]
-        if some:
-            yield from timed_together(some, framework, rate)
-
-
-def timed_together(
+def timed(
     entries: list[Entry], framework: str, rate: str, workers: int = WORKERS
 ) -> Iterator[dict[str, Any]]:
-    """All in one session."""
+    """A row for each, in turns, in one session."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         job = {"entries": entries, "turns": TURNS, "seconds": SECONDS}

@@ -174,18 +174,16 @@ def printed(at: re.Match[str]) -> str:
 @functools.cache
 def bits(name: str, workers: int) -> float:
     """That a worker sends for a parameter of this model, in the mean of its steps."""
-    one, stages = contender_named(name), sent(name, workers)
-    whole = WARM * stages[0] + (1 - WARM) * stages[-1] if len(one.stages) > 1 else stages[-1]
-    if one.syncs_every:
-        whole += (stages[0] - whole) / one.syncs_every
-    return 8 * whole / parameters_in(curves.shapes()) / one.local_steps / one.accumulate
-
-
-def sent(name: str, workers: int) -> list[float]:
-    """Bytes of an exchange, the most first."""
+    one = contender_named(name)
     at = lc.Workers(jax.sharding.AbstractMesh((workers,), ("data",)), "data")
-    tx = contender_named(name).made(Hyper(1e-3, 0.9, 0.99, 0.1), lambda t: 1e-3, at)
-    return sorted(lc.audit.of(tx, curves.shapes(), at).stages, reverse=True)
+    tx = one.made(Hyper(1e-3, 0.9, 0.99, 0.1), lambda t: 1e-3, at)
+    stages = lc.audit.of(tx, curves.shapes(), at).stages
+    most, whole = max(stages), min(stages)  # bytes of an exchange
+    if len(one.stages) > 1:
+        whole += WARM * (most - whole)
+    if one.syncs_every:
+        whole += (most - whole) / one.syncs_every
+    return 8 * whole / parameters_in(curves.shapes()) / one.local_steps / one.accumulate
 
 
 def seconds(timed: list[Cell]) -> str:

@@ -10,7 +10,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import report
 from report import Rows
@@ -22,18 +22,6 @@ from lioncub_jax.tools.plan.model import SHARES, Estimate
 RESULTS = Path(__file__).parents[1] / "results"
 ROWS, MEASURED = RESULTS / "published_times.jsonl", RESULTS / "measured.jsonl"
 ASSUMED = "assumed"
-
-
-class Errors(NamedTuple):
-    """Errors of predictions, as factors above 1.
-
-    Attributes:
-      median: of all times that count.
-      most: of them.
-    """
-
-    median: float
-    most: float
 
 
 def rows() -> Rows:
@@ -88,15 +76,15 @@ def source_of(row: dict[str, Any]) -> str:
     return row["source"].split(": ")[0]
 
 
-def errors(predict: Callable[[dict[str, Any]], float]) -> Errors:
+def errors(predict: Callable[[dict[str, Any]], float]) -> tuple[float, float]:
     """How far predictions are from what was published."""
     return factors([row | {"predicted": predict(row)} for row in rows() if row["counted"]])
 
 
-def factors(some: Rows) -> Errors:
-    """How far the predictions of rows are from their seconds."""
+def factors(some: Rows) -> tuple[float, float]:
+    """How far the predictions of rows are from their seconds: the median and the largest factor."""
     each = [max(x := row["predicted"] / row["seconds"], 1 / x) for row in some]
-    return Errors(statistics.median(each), max(each))
+    return statistics.median(each), max(each)
 
 
 def shares() -> str:
@@ -120,10 +108,8 @@ def measured() -> str:
         ]
         for (rate, workers, method), row in some.items()
     ]
-    found = factors(list(some.values()))
-    lines += [
-        ["error", "", "", f"median {found.median:.2f} times", f"largest {found.most:.2f} times"]
-    ]
+    middle, most = factors(list(some.values()))
+    lines += [["error", "", "", f"median {middle:.2f} times", f"largest {most:.2f} times"]]
     return report.markdown(["link", "workers", "method", "measured", "predicted"], lines)
 
 
@@ -136,7 +122,7 @@ def table() -> str:
         name = row["setting"] + " (not counted)" * (not row["counted"])
         lines.append([name, *(f"{1e3 * x:,.0f} ms" for x in seconds)])
     found = [errors(predict) for predict in ways]
-    lines.append(["median error", "", *(f"{one.median:.2f} times" for one in found)])
-    lines.append(["largest error", "", *(f"{one.most:.2f} times" for one in found)])
+    lines.append(["median error", "", *(f"{middle:.2f} times" for middle, _ in found)])
+    lines.append(["largest error", "", *(f"{most:.2f} times" for _, most in found)])
     head = ["setting", "published", "predicted", "blindly", "by the nominal rate"]
     return report.markdown(head, lines)

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 import pickle
 import time
 from collections.abc import Callable
@@ -14,8 +15,12 @@ import numpy as np
 
 from goal.contenders import Hyper
 
-# One thread for a process of simulated workers: small programs gain nothing from a second core.
 FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+
+
+def use_one_thread() -> None:
+    """For this process and those it starts: small programs gain nothing from a second core."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 
 
 class Program(NamedTuple):

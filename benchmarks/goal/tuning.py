@@ -5,7 +5,6 @@ other decay, and rates between, each from the best so far. A seed is used that n
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from goal.contenders import Family, Hyper
 
@@ -13,18 +12,11 @@ CLIMBS = 4  # runs for the rate, at most, before anything else is tried
 SEED = 1000
 
 
-class Tuned(NamedTuple):
-    """The best choice, and its loss."""
-
-    hyper: Hyper
-    loss: float
-
-
 def first(family: Family) -> Hyper:
     return Hyper(family.rate, *family.betas, family.decays[0])
 
 
-def search(measure: Callable[[Hyper], float], start: Hyper, family: Family, runs: int) -> Tuned:
+def search(measure: Callable[[Hyper], float], start: Hyper, family: Family, runs: int) -> Hyper:
     """The best of so many runs; ``measure`` gives the last loss, infinite for one that diverged."""
     tried: dict[Hyper, float] = {}
 
@@ -51,7 +43,7 @@ def search(measure: Callable[[Hyper], float], start: Hyper, family: Family, runs
     at(family.other_decay(best()))
     for factor in (2**0.5, 0.5**0.5, 2, 0.5, 2**0.25, 0.5**0.25):  # some may have been seen
         at(times(factor))
-    return Tuned(best(), tried[best()])
+    return best()
 
 
 def rounded(rate: float) -> float:

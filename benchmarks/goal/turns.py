@@ -4,21 +4,39 @@ Knows no framework, so that all are timed in one way: a method is a function tha
 for it, and ``most`` is a maximum over the workers, which is also the barrier.
 """
 
+import json
 import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+Step = Callable[[], Any]
 INTERFACE = "eth0"  # of a worker, in the lab
 
 
-def take_turns(
-    methods: dict[str, Callable[[], Any]],
+def work(
+    folder: Path,
+    rank: int,
+    step_of: Callable[[str, str, int], Step],
     most: Callable[[float], float],
-    *,
-    turns: int,
-    seconds: float,
+) -> None:
+    """The work of a worker: reads ``job.json`` in a folder, and writes its blocks beside it.
+
+    Args:
+      folder: that of all workers.
+      rank: of this one.
+      step_of: makes the step of an entry, its contender, stage and tokens.
+      most: see above.
+    """
+    job = json.loads((folder / "job.json").read_text())
+    methods = {json.dumps(entry): step_of(*entry) for entry in job["entries"]}
+    blocks = take_turns(methods, most, job["turns"], job["seconds"])
+    (folder / f"worker{rank}.json").write_text(json.dumps(blocks))
+
+
+def take_turns(
+    methods: dict[str, Step], most: Callable[[float], float], turns: int, seconds: float
 ) -> list[dict[str, Any]]:
     """Runs all methods in turn, as often as asked; a block takes about ``seconds``, at least two steps.
 
@@ -42,7 +60,7 @@ def take_turns(
 
 
 def _block(
-    name: str, turn: int, step: Callable[[], Any], steps: int, most: Callable[[float], float]
+    name: str, turn: int, step: Step, steps: int, most: Callable[[float], float]
 ) -> dict[str, Any]:
     most(0)
     sent, start = sent_bytes(), time.perf_counter()

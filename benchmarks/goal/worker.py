@@ -1,10 +1,7 @@
 """One worker of `goal/lab.py` in the network lab: all contenders take turns."""
 
-import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,26 +9,20 @@ from jax.experimental import multihost_utils
 
 from goal import turns
 from goal.contenders import timed
-from goal.lab import NOTHING, Entry
+from goal.lab import NOTHING
 from goal.trainer import Trainer, mesh_of
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
     jax.distributed.initialize()
-    blocks = take_turns(json.loads((folder / "job.json").read_text()))
-    (folder / f"worker{jax.process_index()}.json").write_text(json.dumps(blocks))
+    turns.work(Path(sys.argv[1]), jax.process_index(), step_of, largest)
 
 
-def take_turns(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Blocks of steps of all entries."""
-    racing: dict[str, Callable[[], Any]] = {}
-    for entry in (Entry(*entry) for entry in job["entries"]):
-        no_exchange = entry.contender == NOTHING
-        contender = timed("adamw" if no_exchange else entry.contender, entry.stage)
-        mesh = mesh_of(jax.local_devices() if no_exchange else jax.devices())
-        racing[entry.key] = Trainer(mesh, contender, entry.tokens).step
-    return turns.take_turns(racing, largest, turns=job["turns"], seconds=job["seconds"])
+def step_of(name: str, stage: str, tokens: int) -> turns.Step:
+    """The step of a contender; or of AdamW that sends nothing."""
+    if name == NOTHING:
+        return Trainer(mesh_of(jax.local_devices()), timed("adamw", ""), tokens).step
+    return Trainer(mesh_of(jax.devices()), timed(name, stage), tokens).step
 
 
 def largest(x: float) -> float:
