@@ -121,8 +121,8 @@ def test_long_runs_are_tuned_by_four_runs_from_what_was_best_in_short_ones(tmp_p
     assert [one[5:9] for one in ran[10:]] == [
         (0.00566, 0.8, 0.98, 0.05), (0.0113, 0.8, 0.98, 0.025)
     ]  # fmt: skip
-    with pytest.raises(ValueError, match=r"none of powersgd-4, .* ran: run --part 1024 first"):
-        run(lengths.Job("best-powersgd", 4096, factors=(0.5,)))
+    with pytest.raises(ValueError, match=r"powersgd-16 has not run .*: run --part 1024 first"):
+        run(lengths.Job("powersgd-16", 4096, factors=(0.5,)))
 
 
 def test_agreement_is_that_of_pairs():
@@ -303,7 +303,7 @@ def test_sizes_are_lines_and_what_did_not_run_is_said():
     tables = study.Study(rows).tables()
     assert "The best rate over AdamW's changes by a factor of 1.00" in tables["sizes"]
     assert re.search(r"moves the distance to AdamW by \+0\.0[45]\d ± 0\.0", tables["learnt"])
-    assert "vote: 2 of 3" in tables["not run"] and "best-local: 0 of 2" in tables["not run"]
+    assert "vote: 2 of 3" in tables["not run"] and "local-8-coded: 0 of 2" in tables["not run"]
     assert "1. Not measured yet: the vote beside float32 Lion.\n" in tables["learnt"]
 
 

@@ -12,12 +12,6 @@ from jax.sharding import PartitionSpec as P
 import lioncub_jax as lc
 
 LION = "optax.lion"
-METHODS: dict[str, Callable[..., Any]] = {
-    "vote, 1 bit": lambda **axes: lc.lion_cub(1e-4, **axes),
-    "vote, 2 bits": lambda **axes: lc.lion_cub(1e-4, quantizer=lc.quantize.midrise(2), **axes),
-    "average": lambda **axes: lc.distributed_lion(1e-4, average=True, **axes),
-    "owner, 3 bits": lambda **axes: lc.owner_lion(1e-4, **axes),
-}
 # What optimizers are compared by memory and on GPUs.
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     LION: lambda **axes: lc.global_gradients(optax.lion(1e-4), **axes),
@@ -25,6 +19,12 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "lion_cub": lambda **axes: lc.lion_cub(1e-4, **axes),
     "owner_lion": lambda **axes: lc.owner_lion(1e-4, **axes),
     "owner_adamw": lambda **axes: lc.owner_adamw(1e-4, **axes),
+}
+METHODS: dict[str, Callable[..., Any]] = {
+    "vote, 1 bit": OPTIMIZERS["lion_cub"],
+    "vote, 2 bits": lambda **axes: lc.lion_cub(1e-4, quantizer=lc.quantize.midrise(2), **axes),
+    "average": lambda **axes: lc.distributed_lion(1e-4, average=True, **axes),
+    "owner, 3 bits": OPTIMIZERS["owner_lion"],
 }
 BUCKETS = "vote, 1 bit, 8 buckets"  # with what XLA must be told to overlap them
 

@@ -90,7 +90,7 @@ class Contender(NamedTuple):
       made: ``(Hyper, Schedule, workers) -> optax.GradientTransformation``, of `make_train_step`.
       local_steps: steps of a worker between two talks.
       local: ``(Hyper, Schedule) -> optimizer`` that takes them.
-      stages: the first step of each kind of step, and its name.
+      stages: the names of its kinds of steps, in their order.
       votes: whether workers vote, each with a momentum of its own.
       accumulate: micro-steps whose mean gradient makes one exchange.
       syncs_every: steps from one sync of the momenta to the next; 0 for none.
@@ -103,7 +103,7 @@ class Contender(NamedTuple):
     made: Callable[[Hyper, Schedule, Any], optax.GradientTransformation]
     local_steps: int = 1
     local: Callable[[Hyper, Schedule], optax.GradientTransformation] | None = None
-    stages: tuple[tuple[int, str], ...] = ((0, ""),)
+    stages: tuple[str, ...] = ("",)
     votes: bool = False
     accumulate: int = 1
     syncs_every: int = 0
@@ -238,7 +238,7 @@ CONTENDERS: dict[str, Contender] = {
         lambda h, rate: reference.optimizer(
             reference_adam.one_bit_adam(h.b1, h.b2, warmup=warmup_of(rate)), rate, h.decay
         ),
-        one_bit_adam(WARMUP), stages=((0, FULL), (WARMUP, CODED)),
+        one_bit_adam(WARMUP), stages=(FULL, CODED),
     ),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from goal.contenders import CONTENDERS
+from goal.contenders import CONTENDERS, Contender
 from lioncub_jax.audit import units
 from lioncub_jax.tools import lab
 
@@ -48,11 +48,12 @@ class Entry(NamedTuple):
 
 def entries(names: list[str], tokens: int) -> list[Entry]:
     """Every stage of these."""
-    return [
-        Entry(name, stage, tokens)
-        for name in names
-        for _, stage in (CONTENDERS[name].stages if name in CONTENDERS else ((0, ""),))
-    ]
+    return [Entry(name, stage, tokens) for name in names for stage in contender(name).stages]
+
+
+def contender(name: str) -> Contender:
+    """That whose stages and local steps a step has; AdamW's where it is none of ours."""
+    return CONTENDERS.get(name, CONTENDERS["adamw"])
 
 
 def timed(
@@ -68,9 +69,7 @@ def timed(
     for entry in entries:
         blocks = [block for one in reports for block in one if block["method"] == entry.key]
         of_turn = [[block for block in blocks if block["turn"] == turn] for turn in range(TURNS)]
-        local_steps = (
-            CONTENDERS[entry.contender].local_steps if entry.contender in CONTENDERS else 1
-        )
+        local_steps = contender(entry.contender).local_steps
         # A turn is as long as its slowest worker took; a call is several steps for those who go alone.
         seconds = [max(b["seconds"] for b in some) / local_steps for some in of_turn]
         sent = statistics.median(max(b["sent_bytes"] for b in some) for some in of_turn)

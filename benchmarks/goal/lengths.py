@@ -32,8 +32,7 @@ LIKE = {
     "adamw-micro-4": "adamw", "adamw-micro-16": "adamw",
     "vote-micro-4": "vote", "vote-micro-16": "vote",
 }  # fmt: skip
-POWERSGD = "powersgd-4", "powersgd-8", "powersgd-16"
-LOCAL = "local-8-coded", *OUTERS
+BEST = "powersgd-16", "local-8-coded"  # ranks, and local steps, of least loss after 1,024 steps
 FACTORS = {"vote-mean": (2.0, 4.0)}  # of the rate of one whose updates are smaller than 1
 
 
@@ -41,7 +40,7 @@ class Job(NamedTuple):
     """A method in one setting: its tuning, then its seeds.
 
     Attributes:
-      contender: its name; "best-powersgd" and "best-local" are known when 1,024 steps have run.
+      contender: its name.
       steps: micro-steps of a worker.
       tokens: that a worker sees in each.
       width: of the model.
@@ -69,13 +68,13 @@ PARTS: dict[str, list[Job]] = {
     "tokens": [
         *(
             Job(name, 512, tokens=2048, factors=(1.0, 1.41))
-            for name in ("adamw", "vote", "owner-adamw", "owner-lion", "best-powersgd")
+            for name in ("adamw", "vote", "owner-adamw", "owner-lion", "powersgd-16")
         ),
         Job("adamw", 256, tokens=2048, factors=(1.41, 2.0)),  # the other end of its line
     ],
     "4096": [
         Job(name, 4096, factors=(0.5, 0.25), seeds=2)
-        for name in ("adamw", "vote", "owner-adamw", "lion", "best-powersgd", "best-local")
+        for name in ("adamw", "vote", "owner-adamw", "lion", *BEST)
     ],
     "ladder": [
         *(
@@ -90,15 +89,14 @@ PARTS: dict[str, list[Job]] = {
 
 def run(job: Job, once: report.Once, short: Rows) -> None:
     """Tunes the method and runs its seeds; ``short`` are the rows of 256 steps."""
-    rows = once.rows()
-    name = resolved(job.contender, rows)
+    name = job.contender
 
     def ran(part: str, name: str, hyper: Hyper, seed: int) -> float:
         size = job.steps, job.width
         return last(once.run(Run(part, name, job.tokens, WORKERS, "alike", *hyper, seed, *size)))
 
     if job.factors:
-        best = best_of(rows, job.like or name)
+        best = best_of(once.rows(), job.like or name)
         tried = [
             best._replace(
                 rate=tuning.rounded(best.rate * f), decay=best.decay / (f if job.like else 1)
@@ -107,7 +105,7 @@ def run(job: Job, once: report.Once, short: Rows) -> None:
         ]
         hyper = min(tried, key=lambda h: ran("curve", name, h, 0))
     else:
-        start = first(job._replace(contender=name), short)
+        start = first(job, short)
         family = contender_named(name).family
         hyper = tuned(lambda h: ran("tuning", name, h, tuning.SEED), start, family)
         if name in OUTERS:
@@ -151,26 +149,6 @@ def best_of(rows: Rows, name: str) -> Hyper:
     if not known:
         raise ValueError(f"{name} has not run for 1,024 steps: run --part 1024 first")
     return hyper_of(known[0])
-
-
-def resolved(name: str, rows: Rows) -> str:
-    """The best method of a kind in 1,024 steps, by the mean last loss of its seeds."""
-    kinds = {"best-powersgd": POWERSGD, "best-local": LOCAL}
-    if name not in kinds:
-        return name
-    means = {
-        one: mean_last(known)
-        for one in kinds[name]
-        if (known := report.rows_of(rows, part="curve", contender=one, steps=1024, width=WIDTH))
-    }
-    if not means:
-        raise ValueError(f"{name}: none of {', '.join(kinds[name])} ran: run --part 1024 first")
-    return min(means, key=means.__getitem__)
-
-
-def mean_last(rows: Rows) -> float:
-    """The mean over seeds of the last loss; infinite where a run diverged."""
-    return statistics.fmean(map(last, rows))
 
 
 # --- How long it takes

@@ -51,7 +51,6 @@ class Study:
 
     def __init__(self, rows: Rows):
         self.cells = cells_of(rows)
-        self._rows = rows
 
     def cell(self, key: Key) -> Cell:
         return self.cells.get(key) or Cell(key, {})
@@ -230,13 +229,9 @@ class Study:
 
     def seeds_of(self, job: lengths.Job) -> int:
         """The number of seeds of a job that have run."""
-        try:
-            name = lengths.resolved(job.contender, self._rows)
-        except ValueError:
-            return 0
         rows = self.cell(setting(job.steps, job.tokens, job.width)).rows
-        names = lengths.OUTERS if name in lengths.OUTERS else (name,)
-        return max(len(rows.get(one, ())) for one in names)
+        names = lengths.OUTERS if job.contender in lengths.OUTERS else (job.contender,)
+        return max(len(rows.get(name, ())) for name in names)
 
     # --- Sentences
 
@@ -249,7 +244,7 @@ class Study:
                 self.by_steps("vote", LENGTHS[1:], "lion") + self.by_method(REMEDIES, "lion"),
             ),
             "methods after 1,024 steps": (
-                "**1,024 steps, and float32 AdamW.**", self.by_method(OURS | self.others())
+                "**1,024 steps, and float32 AdamW.**", self.by_method(OURS | OTHERS)
             ),
             "the length of a run": (
                 "**Longer runs, and float32 AdamW.**",
@@ -267,14 +262,6 @@ class Study:
             f"{n}. {lead}{text}\n" if text else f"{n}. Not measured yet: {about}.\n"
             for n, (about, (lead, text)) in enumerate(sentences.items(), 1)
         )
-
-    def others(self) -> dict[str, str]:
-        """The best PowerSGD of 1,024 steps and 1-bit Adam, as sentences call them."""
-        losses = self.cell(NOISY).losses and self.cell(NOISY).pooled.means
-        ranks = [name for name in lengths.POWERSGD if name in losses]
-        best = {name: f"PowerSGD of rank {name.removeprefix('powersgd-')}" for name in ranks}
-        first = sorted(best, key=losses.__getitem__)[:1]
-        return {name: best[name] for name in first} | {"one-bit-adam": "1-bit Adam"}
 
     def by_steps(self, name: str, settings: Iterable[Key], other: str = BASE) -> str:
         """Differences to another method in each setting where both ran; a sentence, or nothing."""
@@ -298,6 +285,7 @@ OURS = {
     "owner-adamw": "`owner_adamw`", "owner-lion": "`owner_lion`",
     "vote-2-bits": "`lion_cub` with 2 bits up", "vote": "`lion_cub`",
 }  # fmt: skip
+OTHERS = {"powersgd-16": "PowerSGD of rank 16", "one-bit-adam": "1-bit Adam"}
 FIRST = "owner-adamw", "vote"  # on the first page
 README = "Losses after 1,024 steps of 256 tokens, less that of float32 AdamW, in bits per byte:"
 EXCHANGES = {
