@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import report
 
@@ -190,11 +191,6 @@ def measured(candidates: dict[str, Timed], rounds: int) -> dict[str, list[float]
     return times
 
 
-def over(some: list[float], others: list[float]) -> float:
-    """The median ratio of times, round by round."""
-    return statistics.median(a / b for a, b in zip(some, others, strict=True))
-
-
 def local(params: Any) -> dict[str, Timed]:
     """Each step with arrays of its own, parameters of zeros and gradients, and the bytes that must move."""
     timed = {}
@@ -211,16 +207,17 @@ def rows_of(
     part: str, about: dict[str, Any], steps: dict[str, Timed], rounds: int, rate: float
 ) -> report.Rows:
     """A row for each step, printed too; ``rate`` is the bytes a second of a copy."""
-    times, rows = measured(steps, rounds), []
+    rows: report.Rows = []
+    times = {name: np.array(taken) for name, taken in measured(steps, rounds).items()}
     for name, one in steps.items():
-        ms, memory = [1e3 * x for x in times[name]], one.program.memory_analysis()
-        floor = 1e3 * one.floor_bytes / rate
+        ms, memory = 1e3 * times[name], one.program.memory_analysis()
+        median, floor = float(np.median(ms)), 1e3 * one.floor_bytes / rate
         rows.append({
             "part": part, **about, "step": name,
-            "ms": statistics.median(ms), "ms_min": min(ms), "ms_max": max(ms),
-            "over_floor": statistics.median(ms) / floor if floor else None,
-            "over_lion": over(times[name], times[LION]),
-            "over_adamw": over(times[name], times[ADAMW]),
+            "ms": median, "ms_min": float(ms.min()), "ms_max": float(ms.max()),
+            "over_floor": median / floor if floor else None,
+            "over_lion": float(np.median(times[name] / times[LION])),
+            "over_adamw": float(np.median(times[name] / times[ADAMW])),
             "temporary_bytes": memory.temp_size_in_bytes,
             "argument_bytes": memory.argument_size_in_bytes,
             "compile_seconds": one.compile_seconds, "rounds": rounds,

@@ -19,7 +19,7 @@ The planner has one ratio of tokens for each method, ``to_loss``. Where AdamW ra
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -229,8 +229,8 @@ def rounded(x: float | None) -> float | None:
 def text_of(result: dict[str, Any]) -> str:
     """JSON with a line for each method of a cell and each time, so that what changes shows."""
     head = {name: result[name] for name in ("version", "study")}
-    cells = ",\n".join(map(cell_text, result["cells"]))
-    times = lines(result["times"])
+    cells = ",\n".join(cell_text(cell) for cell in result["cells"])
+    times = ",\n".join(f"  {json.dumps(time)}" for time in result["times"])
     start = json.dumps(head, indent=1).removesuffix("}").rstrip()
     return f'{start},\n "cells": [\n{cells}\n ],\n "times": [\n{times}\n ]\n}}\n'
 
@@ -241,7 +241,3 @@ def cell_text(cell: dict[str, Any]) -> str:
         f"   {json.dumps(name)}: {json.dumps(of)}" for name, of in cell["methods"].items()
     )
     return f'  {head}, "methods": {{\n{methods}}}}}'
-
-
-def lines(each: Iterable[Any]) -> str:
-    return ",\n".join(f"  {json.dumps(one)}" for one in each)
