@@ -17,7 +17,7 @@ import pytest
 import report
 import time_to_loss
 from conftest import AXIS, run_workers, scanned
-from goal import contenders, curves, evidence, lengths, pages, study, trainer, tuning
+from goal import contenders, curves, evidence, lengths, pages, runner, study, trainer, tuning
 from goal.contenders import CONTENDERS, Hyper
 from goal.lab import NOTHING
 from goal.model import MODEL, STEPS, TOKENS
@@ -84,7 +84,7 @@ def test_every_search_has_as_many_runs_and_none_twice(runs, best):
 
 
 @pytest.mark.parametrize("name", ["vote", pytest.param("local-8-coded", marks=pytest.mark.long)])
-def test_a_run_learns_says_how_noisy_it_is_and_is_the_same_again(monkeypatch, name):
+def test_a_run_learns_says_how_noisy_it_is_and_goes_on_after_a_stop(monkeypatch, tmp_path, name):
     for known, few in {"POINTS": 4, "WINDOWS": 8, "MODEL": MODEL | {"layers": 1}}.items():
         monkeypatch.setattr(curves, known, few)
     one = ALL[name]
@@ -92,12 +92,23 @@ def test_a_run_learns_says_how_noisy_it_is_and_is_the_same_again(monkeypatch, na
         "curve", name, TOKENS[0], 4, "alike", 2e-3, *one.family.betas, 0.1, 0, steps=16, width=32
     )
     times = {"compiling", "cpu_seconds"}
-    runs = curves.runner()
-    row, again = runs.run(run), runs.run(run)
-    assert all(row[x] == again[x] for x in row if x not in times)
-    assert row["loss"][-1] < row["loss"][0] < 8.5 and np.mean(row["variance"]) > 0
+    runs, write = curves.runner(tmp_path), runner.Stopped.write
+
+    def stopping(self, state, points, *taken):
+        write(self, state, points, *taken)
+        if len(points) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(runner.Stopped, "write", stopping)
+        runs.run(run)
+    after, whole = runs.run(run), runs.run(run)
+    assert all(after[x] == whole[x] for x in whole if x not in times) and not list(
+        tmp_path.iterdir()
+    )
+    assert after["loss"][-1] < after["loss"][0] < 8.5 and np.mean(after["variance"]) > 0
     if name == "vote":
-        assert 0.5 < np.mean(row["agreement"]) < 0.7 < np.mean(row["agree"]) < 0.95
+        assert 0.5 < np.mean(after["agreement"]) < 0.7 < np.mean(after["agree"]) < 0.95
 
 
 def test_long_runs_are_tuned_by_four_runs_from_what_was_best_in_short_ones(tmp_path):

@@ -7,6 +7,7 @@ scale of McCandlish et al. (arXiv 1812.06162).
 
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -191,9 +192,9 @@ class Text(NamedTuple):
     windows: jax.Array
 
 
-def runner() -> Runner:
+def runner(kept: Path | None = None) -> Runner:
     """A runner of all contenders on Python's standard library."""
     library = corpus.standard_library()
     windows = jnp.asarray(corpus.spread(library.validation, WINDOWS, CONTEXT))
     text = Text(jnp.asarray(library.train), windows)
-    return Runner(lambda run: program(contender_named(run.contender), run), lambda run: text)
+    return Runner(lambda run: program(contender_named(run.contender), run), lambda run: text, kept)
