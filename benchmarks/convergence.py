@@ -1,14 +1,17 @@
 """The study of lengths and sizes: losses after 1,024 and 4,096 steps, with 2,048 tokens, of four sizes.
 
-    python benchmarks/convergence.py [--part 1024 reason tokens 4096 ladder 256]
+    python benchmarks/convergence.py [--part 1024 reason tokens 4096 ladder 256] [--jobs 2]
     python benchmarks/convergence.py --left     # says what there is to run, and runs nothing
     python benchmarks/convergence.py --report   # makes evidence.json, pages' numbers and pictures from rows
 
-Eight simulated workers, one process, one core; for two cores start two processes with other parts. Rows are
-written as they come and never run twice. A run that is stopped goes on from the last of its 16 points,
-equal to the bit.
+Eight simulated workers, one core for each process. Rows are written as they come and never run twice. A
+run that is stopped goes on from the last of its 16 points, equal to the bit.
 """
 
+import argparse
+import functools
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = report.parser(__doc__, ROWS)
     parts = list(lengths.PARTS)
     parser.add_argument("--part", nargs="+", choices=parts, default=parts, help="in this order")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, of one core each")
     parser.add_argument("--left", action="store_true", help="say what is left, and run nothing")
     parser.add_argument(
         "--report", action="store_true", help="make pages and pictures from rows, and run nothing"
@@ -47,11 +51,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.left:
         return
     use_one_thread()
-    once, short = report.Once(args.save, key_of, runner(KEPT)), report.read(SHORT, key_of)
     for part in args.part:
-        for job in lengths.PARTS[part]:
-            lengths.run(job, once, short)
-            print(f"{job.contender} is done; {left(part, args.save)}", flush=True)
+        run(part, args)
 
 
 def read() -> report.Rows:
@@ -86,6 +87,26 @@ def part_of(row: dict) -> str:
     if row["width"] != lengths.WIDTH:
         return "ladder"
     return "tokens" if row["tokens"] != lengths.TOKENS else str(row["steps"])
+
+
+def run(part: str, args: argparse.Namespace) -> None:
+    """All jobs of a part; a bar of what is done is printed behind each."""
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        waiting = {pool.submit(run_job, job, args.save): job for job in lengths.PARTS[part]}
+        for done in as_completed(waiting):
+            done.result()
+            print(f"{waiting[done].contender} is done; {left(part, args.save)}", flush=True)
+
+
+def run_job(job: lengths.Job, save: Path) -> None:
+    """A job in a process of its own."""
+    lengths.run(job, once(save), report.read(SHORT, key_of))
+
+
+@functools.cache
+def once(save: Path) -> report.Once:
+    """The runs of this process, which keep the last program."""
+    return report.Once(save, key_of, runner(KEPT))
 
 
 if __name__ == "__main__":
