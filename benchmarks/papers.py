@@ -34,6 +34,7 @@ import lioncub_jax as lc
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "benchmarks" / "results" / "papers.jsonl"
 PAGE = ROOT / "docs" / "reports" / "papers.md"
+LEARNT = PAGE.with_name("learnt.md")
 WORKERS, MANY, MIDDLE = (4, 8, 16), 32, 8
 SEEDS, TRIES, CORE_SECONDS = (0, 1), 6, 25.0
 FACTORS = 1.0, 0.5, 2.0  # of the rate of the method that a variant is made of
@@ -260,7 +261,22 @@ def made() -> dict[Path, str]:
         "agreement": tables.agreement("mavo", WORKERS),
         "left": left(jobs("fashion"), report.rows_of(rows, data="fashion")) + ".\n",
     }  # fmt: skip
-    return {PAGE: report.written(PAGE.read_text(), texts)}
+    return {
+        PAGE: report.written(PAGE.read_text(), texts),
+        LEARNT: report.written(LEARNT.read_text(), {"classes": classes(tables)}),
+    }
+
+
+def classes(tables: Tables) -> str:
+    """A line on workers with classes of their own."""
+    cells = {
+        says: tables.less((MIDDLE, "classes"), name, "lion")
+        for name, says in {
+            "mavo": "`lion_cub`", "every-10": "with a sync every 10 steps",
+            "owner-lion": "`owner_lion`", "owner-adamw": "`owner_adamw`",
+        }.items()
+    }  # fmt: skip
+    return "".join(f"* {says[0].upper()}{says[1:]}: {cell}.\n" for says, cell in cells.items())
 
 
 def main(argv: list[str] | None = None) -> None:

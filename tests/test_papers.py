@@ -8,12 +8,15 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pages
 import papers
 import pytest
 import report
 from goal import images, vision
 from goal.contenders import Hyper
 from oracle import coding
+
+from lioncub_jax.tools.plan import report as plan_report
 
 
 class Runner:
@@ -77,6 +80,34 @@ def test_tables_have_differences_with_errors_and_say_what_was_not_run():
     order = table.order(("mavo", "signum", "sgd"), (4,)).splitlines()
     assert re.search(r"\| \+9\.9 ± 0\.\d \| \+2\.6 \|", order[2])
     assert re.search(r"\| \+0\.1 ± 0\.\d \(alike\) \| \+9\.0 \|", order[3])
+
+
+def test_methods_that_are_not_steady_have_no_part_in_the_errors_of_others():
+    rows = [
+        images.Run("seed", name, "fashion", 4, "alike", 1e-3, 0.9, 0.99, 0.1, seed)._asdict()
+        | {"accuracy": accuracy}
+        for name, each in {
+            "mavo": (0.9, 0.91), "avg": (0.89, 0.901), "largest-4": (0.55, 0.7)
+        }.items()
+        for seed, accuracy in enumerate(each)
+    ]  # fmt: skip
+    without = vision.Tables(rows[:4], papers.ALL).less((4, "alike"), "avg", "mavo")
+    table = vision.Tables(rows, papers.ALL)
+    assert table.less((4, "alike"), "avg", "mavo") == without and "±" in without
+    assert table.less((4, "alike"), "largest-4", "mavo") == "not steady: 55.0 and 70.0"
+    assert table.less((4, "alike"), "l1-4", "mavo") == "not run"
+
+
+def test_what_pages_and_answers_say_of_classes_is_what_was_measured():
+    tables = vision.Tables(report.read(papers.ROWS, papers.key_of), papers.ALL)
+
+    def less(name):
+        return tables.less((papers.MIDDLE, "classes"), name, "lion")
+
+    assert round(float(less("mavo").split()[0])) == -12 and "alike" not in less("mavo")
+    assert all(less(name).endswith("(alike)") for name in ("owner-lion", "owner-adamw", "every-10"))
+    words = [(pages.ROOT / name).read_text() for name in ("README.md", "docs/how_to/images.md")]
+    assert all("lost 12 points" in text for text in [*words, plan_report.APART])
 
 
 @pytest.mark.parametrize("name", papers.ALL)

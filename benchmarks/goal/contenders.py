@@ -84,7 +84,7 @@ class Contender(NamedTuple):
 
     Attributes:
       code: how it is written in a program, without ``lioncub_jax.``.
-      side: "ours" or "other".
+      side: "ours", or "other": those of `baselines`, also in codes.
       family: of which optimizer its rate and betas are.
       simulated: ``(Hyper, Schedule) -> Simulator``.
       made: ``(Hyper, Schedule, workers) -> optax.GradientTransformation``, of `make_train_step`.
@@ -257,7 +257,7 @@ def averaged_in_bfloat16(tx: optax.GradientTransformation) -> Simulator:
 def outer(rate: float, momentum: float) -> Contender:
     """DiLoCo whose differences travel in codes of 4 bits."""
     return local_updates(
-        f"baselines.diloco({rate}, {momentum}, bits=4)", OURS, 32,
+        f"baselines.diloco({rate}, {momentum}, bits=4)", OTHER, 32,
         lambda: reference_baselines.diloco(rate, momentum, 4),
         lambda workers: baselines.diloco(rate, momentum, 4, workers=workers),
     )  # fmt: skip
@@ -283,7 +283,7 @@ LONG: dict[str, Contender] = {
     "vote-2-bits": TWO_BITS,
     "powersgd-8": power(8),
     "local-8-coded": local_updates(
-        "baselines.diloco(1.0, momentum=0, bits=4)", OURS, 8,
+        "baselines.diloco(1.0, momentum=0, bits=4)", OTHER, 8,
         lambda: reference.at_owner(
             optax.scale(-1.0), coding.error_feedback(coding.midrise(4), jnp.float32), 4
         ),

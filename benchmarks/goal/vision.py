@@ -19,6 +19,7 @@ from goal.paired import Pooled, pooled
 
 POINT = {"at the start": 0, "in the middle": 3, "at the end": -1}
 IN_PAPER = 3  # numbers of workers
+STEADY = 5.0  # points of accuracy: seeds of a method that lie farther apart say nothing of others' errors
 Setting = tuple[int, str]  # workers and shards
 
 
@@ -37,13 +38,17 @@ class Tables:
             if row["part"] == "seed" and row["data"] == "fashion":
                 self._rows[row["workers"], row["shards"]][row["method"]].append(row)
 
-    def pooled(self, at: Setting) -> Pooled | None:
-        """Pooled accuracies of all methods that ran there; None where none did."""
-        runs = {
+    def runs(self, at: Setting) -> dict[str, dict[int, float]]:
+        """Accuracies of all methods that ran there, by seed."""
+        return {
             name: {row["seed"]: 100 * row["accuracy"] for row in rows}
             for name, rows in self._rows[at].items()
         }
-        return pooled(runs) if runs else None
+
+    def pooled(self, at: Setting) -> Pooled | None:
+        """Pooled accuracies of the steady methods that ran there; None where none did."""
+        steady = {name: seeds for name, seeds in self.runs(at).items() if spread(seeds) <= STEADY}
+        return pooled(steady) if steady else None
 
     def accuracies(self, names: Collection[str], numbers: Collection[int]) -> str:
         """The first paper's table: ours, and its own for 4, 8 and 16 workers."""
@@ -72,7 +77,10 @@ class Tables:
         return report.markdown(head, lines)
 
     def less(self, at: Setting, name: str, other: str) -> str:
-        """An accuracy less another, with its error."""
+        """An accuracy less another, with its error; of a method that is not steady its accuracies."""
+        seeds = self.runs(at).get(name, {})
+        if spread(seeds) > STEADY:
+            return f"not steady: {' and '.join(f'{x:.1f}' for x in seeds.values())}"
         runs = self.pooled(at)
         difference = runs and runs.less(name, other)
         return difference.text(1) if difference else "not run"
@@ -98,6 +106,11 @@ class Tables:
                 lines.append([layer, str(workers), *(f"{x:.2f}" for x in (*agree, *last))])
         head = ["layer", "workers", *POINT, "ties at the end", "size of the mean vote"]
         return report.markdown(head, lines) if lines else "Not run yet.\n"
+
+
+def spread(seeds: Mapping[int, float]) -> float:
+    """How far the runs of a method lie apart."""
+    return max(seeds.values(), default=0.0) - min(seeds.values(), default=0.0)
 
 
 def accuracy(runs: Pooled | None, name: str) -> str:

@@ -29,6 +29,7 @@ from lioncub_jax.tools.plan.model import (
 
 TIES = "vote", "vote-2-bits"  # where workers who disagree are a tie
 TIED = "Votes of two workers, where each disagreement is a tie, were not measured."
+APART = "With classes of images of their own votes lost 12 points of accuracy, and methods with owners none."
 OWNER = "owner-adamw"  # what to try where nothing was measured
 NOT_MEASURED = "not measured"
 # Verdicts, which decide how the answer begins.
@@ -547,6 +548,7 @@ def _measured(plan: Plan, row: Row) -> str:
             plan.tokens > cell.tokens
         ),
         TIED: plan.cluster.num_workers == 2,
+        APART: plan.data == "different" and scheme.name in TIES,
     }
     said = [note for note, holds in notes.items() if holds]
     return " ".join([f"{measured}: {_runs(plan, how)}", *said])
