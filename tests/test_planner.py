@@ -844,6 +844,14 @@ def test_the_table_is_small_and_gives_the_answer_of_a_plan():
             assert ("only 256" in line) == (steps == 256) or row.tokens != [tokens]
 
 
+def test_votes_on_data_that_differ_come_with_what_they_lost():
+    for data, said in (("different", True), ("alike", False)):
+        plan = planner.plan(30_000_000, Cluster(8, Link(2e8)), 0.3, tokens=256, data=data)
+        words = planner.advice(plan)
+        assert words.startswith("Use lion_cub(...)")
+        assert ("With such data use owner_adamw(...)." in words) == said
+
+
 def test_the_readme_says_with_how_many_tokens_diloco_ran():
     cells = evidence.packaged().cells
     ran = {one.tokens for one in cells if any(name.startswith("diloco") for name in one.methods)}

@@ -29,7 +29,10 @@ from lioncub_jax.tools.plan.model import (
 
 TIES = "vote", "vote-2-bits"  # where workers who disagree are a tie
 TIED = "Votes of two workers, where each disagreement is a tie, were not measured."
-APART = "With classes of images of their own, votes lost 12 points of accuracy and owners none."
+APART = (
+    "With classes of images of their own, votes lost 12 points of accuracy and owners none. With such data "
+    "use owner_adamw(...)."
+)
 OWNER = "owner-adamw"  # what to try where nothing was measured
 NOT_MEASURED = "not measured"
 # Verdicts, which decide how the answer begins.
