@@ -33,7 +33,10 @@ OTHERS = [name for name in ALL if name not in KINDS]
 
 @pytest.mark.parametrize("names", [KINDS, pytest.param(OTHERS, marks=pytest.mark.long)])
 def test_a_method_is_the_same_simulated_and_as_a_transform(names):
-    """Codes at the edge of a step may fall to its other side by rounding: of a few elements, no more."""
+    """Codes at the edge of a step may fall to its other side by rounding: of a few elements, no more.
+
+    A mean in bfloat16 is also rounded behind the sum, which is not simulated: to 8 bits.
+    """
     rng, steps = np.random.default_rng(0), 12
     shapes = {"attention": (40, 33), "write": (130,), "norm": ()}
     params = {k: np.asarray(rng.normal(size=s), np.float32) for k, s in shapes.items()}
@@ -51,9 +54,10 @@ def test_a_method_is_the_same_simulated_and_as_a_transform(names):
     txs = {name: ALL[name].made(*given, AXIS) for name in names}
     found = run_workers(txs, params, grads)
     for name in names:
+        near = 2**-6 if name.startswith("adamw-micro") else 1e-5
         for leaf, want in jax.jit(simulated, static_argnums=0)(name).items():
             largest = np.abs(want).max()
-            differ = np.abs(found[name][0][leaf] - want) > 1e-5 * largest
+            differ = np.abs(found[name][0][leaf] - want) > near * largest
             assert largest > 0 and differ.mean() < 0.005, (name, leaf, differ.mean())
 
 
@@ -89,7 +93,17 @@ def test_a_run_learns_says_how_noisy_it_is_and_goes_on_after_a_stop(monkeypatch,
         monkeypatch.setattr(curves, known, few)
     one = ALL[name]
     run = curves.Run(
-        "curve", name, TOKENS[0], 4, "alike", 2e-3, *one.family.betas, 0.1, 0, steps=16, width=32
+        "curve",
+        name,
+        TOKENS[0],
+        4,
+        "alike",
+        2e-3,
+        *one.family.betas,
+        0.1,
+        0,
+        steps=16 * (1 + (name != "vote")),
+        width=32,
     )
     times = {"compiling", "cpu_seconds"}
     runs, write = curves.runner(tmp_path), runner.Stopped.write
