@@ -425,41 +425,55 @@ def _what_to_measure(plan: Plan) -> str:
 
 
 def _local_steps(plan: Plan) -> str:
-    coded, least, limit = scheme_named("diloco-32-coded"), plan.least_exchange(), plan.longest()
+    words = f"{_too_long(plan)} {_steps_alone(plan)}"
+    return f"Take local steps: {words} Compare the loss with that of one machine."
+
+
+def _too_long(plan: Plan) -> str:
+    """The least exchange and the limit, and what is within it and was not measured."""
+    least, limit, workers = plan.least_exchange(), plan.longest(), plan.cluster.num_workers
     assert least
-    whole = dataclasses.replace(plan.cluster, group_size=1)  # local steps have no two levels
-    exchange = step_time(coded, plan.parameters, whole).communication(plan.corners()[0][0])
-    steps = math.ceil(_round_up(exchange / (LOCAL_SHARE * plan.compute)))
-    takes, workers = plan.exchange(least), plan.cluster.num_workers
-    longer = digits(takes / plan.compute)
-    longer = f"just above {limit}" if longer == str(limit) else longer
-    why = "" if limit < workers - 1 else f", where {workers} workers are no faster than one"
-    beside = f"{TIED} " if workers == 2 else ""
-    measured = any(row.learned and row.scheme.every >= steps for row in plan.rows.values())
-    few = "" if measured else "So few exchanges were not measured here; "
     where, known = _link_text(plan), least.ratio() < math.inf
     unknown = f"no method was measured. {_capital(where)} an exchange"
     which = f"{where} the least exchange" if known else unknown
+    longer = digits(plan.exchange(least) / plan.compute)
+    longer = f"just above {limit}" if longer == str(limit) else longer
+    why = "" if limit < workers - 1 else f", where {workers} workers are no faster than one"
+    words = (
+        f"{which}, of {least.code}, takes {seconds_text(plan.exchange(least))}. This is {longer} times as "
+        f"long as computing. The limit is {limit}{why}."
+    )
+    if workers == 2:
+        return f"{words} {TIED}"
     small = min(plan.each_step(), key=plan.exchange)
     times = plan.exchange(small) / plan.compute
-    if not known and workers > 2 and times <= limit:
-        beside = (
-            f"That of {small.code} takes {digits(times)} times as long as computing, and was not measured "
-            "here: compare it too. "
+    if not known and times <= limit:
+        words += (
+            f" That of {small.code} takes {digits(times)} times as long as computing, and was not measured "
+            "here: compare it too."
         )
-    refused, but = plan.refused.get(coded.name), ""
-    if refused == NO_GROUP:
-        but = " It has no group=, so the devices of a worker must share an inner mesh axis, such as fsdp."
-    elif refused:
-        but = f" The plan refuses it here: {refused}."
-    return (
-        f"Take local steps: {which}, of {least.code}, takes "
-        f"{seconds_text(takes)}. This is {longer} times as long as computing. The limit is "
-        f"{limit}{why}. {beside}Let each worker take {steps:,} steps or more alone, by local_steps= and "
+    return words
+
+
+def _steps_alone(plan: Plan) -> str:
+    """How many steps a worker takes alone, and what DiLoCo in codes needs here."""
+    coded = scheme_named("diloco-32-coded")
+    whole = dataclasses.replace(plan.cluster, group_size=1)  # it has no two levels
+    exchange = step_time(coded, plan.parameters, whole).communication(plan.corners()[0][0])
+    steps = math.ceil(_round_up(exchange / (LOCAL_SHARE * plan.compute)))
+    words = (
+        f"Let each worker take {steps:,} steps or more alone, by local_steps= and "
         f"baselines.diloco(bits=4). Its exchange takes {seconds_text(exchange)}, at most a tenth of their "
-        f"computing.{but} {few}DiLoCo's paper, arXiv 2311.08105, has one in 500 steps. Compare the loss "
-        "with that of one machine."
+        "computing."
     )
+    refused = plan.refused.get(coded.name)
+    if refused == NO_GROUP:
+        words += " It has no group=, so the devices of a worker must share an inner mesh axis, such as fsdp."
+    elif refused:
+        words += f" The plan refuses it here: {refused}."
+    if not any(row.learned and row.scheme.every >= steps for row in plan.rows.values()):
+        words += " So few exchanges were not measured here."
+    return f"{words} DiLoCo's paper, arXiv 2311.08105, has one in 500 steps."
 
 
 def _hides(plan: Plan) -> str:
