@@ -700,7 +700,7 @@ def test_local_steps_that_are_refused_are_said_to_be():
     for plan in (small, grouped):
         why = f"The plan refuses it here: {plan.refused['diloco-32-coded']}"
         if plan is grouped:
-            why = "It has no group=, so the devices of a worker must share an inner mesh axis, such as fsdp"
+            why = "It has no group=, so devices of a worker must share an inner mesh axis, such as fsdp"
         assert f"of their computing. {why}. " in planner.advice(plan)
     assert "refuse" not in planner.advice(free) and "the least exchange, of" in planner.advice(free)
     far = planner.advice(planner.plan(150_000_000, Cluster(16, Link(50e6)), 0.4, tokens=65_536))

@@ -468,7 +468,9 @@ def _steps_alone(plan: Plan) -> str:
     )
     refused = plan.refused.get(coded.name)
     if refused == NO_GROUP:
-        words += " It has no group=, so the devices of a worker must share an inner mesh axis, such as fsdp."
+        words += (
+            " It has no group=, so devices of a worker must share an inner mesh axis, such as fsdp."
+        )
     elif refused:
         words += f" The plan refuses it here: {refused}."
     if not any(row.learned and row.scheme.every >= steps for row in plan.rows.values()):
