@@ -56,9 +56,7 @@ def test_a_delay_of_25_ms_is_measured_at_every_size_and_local_steps_are_advised(
     measured = planner.Measured(2, points, 8e9, compute=0.005)
     at = planner.Cluster(2, planner.Link(1e15, kind="exact"), measured=measured)
     words = planner.advice(planner.plan(1000, at, measured.compute, tokens=256))
-    assert words.startswith(
-        "Take local steps: on the machines that were measured the least exchange"
-    )
+    assert words.startswith("Take local steps: on the machines that were measured the exchange of")
 
 
 def test_a_step_is_timed_with_its_exchange_and_without(two, monkeypatch):

@@ -297,7 +297,8 @@ def check_same_model(
     more = f", and {len(problems) - 4} more" if len(problems) > 4 else ""
     optimizers = "state.opt_state", "state.local_state"
     of = "optimizer" if all(any(o in p for o in optimizers) for p in problems) else "model"
+    other = "; lc.checkpoint.carry_over takes moments to another" if of == "optimizer" else ""
     raise ValueError(
         f"{source} is of another {of}: {'; '.join(problems[:4])}{more}. Restore with the model and "
-        "the optimizer it was saved with"
+        f"the optimizer it was saved with{other}"
     )

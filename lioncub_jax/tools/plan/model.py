@@ -255,10 +255,10 @@ def parameters_in(params: optax.Params | int) -> int:
       >>> parameters_in(7_000_000_000)
       7000000000
     """
-    if not isinstance(params, int):
+    if not isinstance(params, int | float):
         return sum(x.size for x in jax.tree.leaves(params))
     check_count(f"params={params!r}", params)
-    return params
+    return int(params)
 
 
 def step_time(scheme: Scheme, params: optax.Params | int, cluster: Cluster) -> Estimate:

@@ -29,10 +29,7 @@ from lioncub_jax.tools.plan.model import (
 
 TIES = "vote", "vote-2-bits"  # where workers who disagree are a tie
 TIED = "Votes of two workers, where each disagreement is a tie, were not measured."
-APART = (
-    "With classes of images of their own, votes lost 12 points of accuracy and owners none. With such data "
-    "use owner_adamw(...)."
-)
+APART = "with classes of images of their own, votes lost 12 points of accuracy and owners none"
 OWNER = "owner-adamw"  # what to try where nothing was measured
 NOT_MEASURED = "not measured"
 # Verdicts, which decide how the answer begins.
@@ -260,6 +257,9 @@ def plan(
     nearest = evidence.cell_for(cluster.num_workers, tokens, data, size)
     rows, refused = {}, {}
     for scheme in SCHEMES:
+        if data == "different" and scheme.name in TIES:
+            refused[scheme.name] = APART
+            continue
         holds = MODEL * size / cluster.group_size + state_bytes(scheme, size, cluster)
         if holds > memory:
             refused[scheme.name] = (
@@ -430,28 +430,29 @@ def _local_steps(plan: Plan) -> str:
 
 
 def _too_long(plan: Plan) -> str:
-    """The least exchange and the limit, and what is within it and was not measured."""
+    """The least exchange that reached the loss and the limit; and one that is less and did not."""
     least, limit, workers = plan.least_exchange(), plan.longest(), plan.cluster.num_workers
     assert least
-    where, known = _link_text(plan), least.ratio() < math.inf
-    unknown = f"no method was measured. {_capital(where)} an exchange"
-    which = f"{where} the least exchange" if known else unknown
+    small = min(plan.each_step(), key=plan.exchange)
+    where = _link_text(plan)
+    which = f"{where} the exchange of {least.code}"
+    if small is least:
+        which = f"{where} the least exchange, of {least.code},"
+    if least.ratio() == math.inf:
+        which = f"no method was measured. {_capital(where)} the exchange of {least.code}"
     longer = digits(plan.exchange(least) / plan.compute)
     longer = f"just above {limit}" if longer == str(limit) else longer
     why = "" if limit < workers - 1 else f", where {workers} workers are no faster than one"
     words = (
-        f"{which}, of {least.code}, takes {seconds_text(plan.exchange(least))}. This is {longer} times as "
-        f"long as computing. The limit is {limit}{why}."
+        f"{which} takes {seconds_text(plan.exchange(least))}. This is {longer} times as long as computing. "
+        f"The limit is {limit}{why}."
     )
     if workers == 2:
         return f"{words} {TIED}"
-    small = min(plan.each_step(), key=plan.exchange)
     times = plan.exchange(small) / plan.compute
-    if not known and times <= limit:
-        words += (
-            f" That of {small.code} takes {digits(times)} times as long as computing, and was not measured "
-            "here: compare it too."
-        )
+    if small is not least and times <= limit:
+        but = "did not reach the loss in short runs" if small.learned else "was not measured here"
+        words += f" {small.code} takes {digits(times)} times computing, but {but}: compare it too."
     return words
 
 
@@ -553,11 +554,8 @@ def _measured(plan: Plan, row: Row) -> str:
     assert how
     measured = "Measured" if distance == evidence.HERE else "Nearest measurement"
     micro = f"{scheme.learns}-micro-{row.accumulate}"
-    alone = [one for one in plan.rows.values() if one.scheme.every > 1]
     notes = {
-        "Local steps were not measured there.": (
-            plan.exchange(row) > plan.compute and not any(one.learned for one in alone)
-        ),
+        _not_measured(plan, row): True,
         "bfloat16 is assumed to learn like float32.": scheme.name != scheme.learns,
         "Micro-steps are taken to cost it the most that they cost any method.": (
             row.accumulate > 1 and micro not in methods
@@ -567,10 +565,21 @@ def _measured(plan: Plan, row: Row) -> str:
             plan.tokens > cell.tokens
         ),
         TIED: plan.cluster.num_workers == 2,
-        APART: plan.data == "different" and scheme.name in TIES,
+        f"Votes are left out: {APART}.": APART in plan.refused.values(),
     }
-    said = [note for note, holds in notes.items() if holds]
+    said = [note for note, holds in notes.items() if holds and note]
     return " ".join([f"{measured}: {_runs(plan, how)}", *said])
+
+
+def _not_measured(plan: Plan, row: Row) -> str:
+    """Ways to send less often that nobody measured there, where an exchange takes longer than computing."""
+    rows, mean = plan.rows.values(), plan.mean()
+    missing = []
+    if plan.exchange(row) > plan.compute and not any(x.learned for x in rows if x.scheme.every > 1):
+        missing.append("local steps")
+    if mean and plan.exchange(mean) > plan.compute and not any(x.accumulate > 1 for x in rows):
+        missing.append("micro-steps")
+    return f"{_capital(' and '.join(missing))} were not measured there." if missing else ""
 
 
 def _between(low: float, high: float) -> str:
