@@ -134,6 +134,29 @@ def test_a_loss_that_compares_the_rows_of_all_workers_is_that_of_all_rows(kind):
     assert abs(alone - wanted) > 0.1 * wanted
 
 
+@on_both_kinds
+def test_a_masked_mean_divides_by_the_mean_number_of_entries_of_the_workers(kind):
+    """Workers have 0 to 3 of their three rows; what each divides by its own number is another loss."""
+    mask = np.float32([0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 0])
+
+    def masked(params, batch, over_workers=False):
+        x, mask = batch
+        entries = jnp.sum(mask)
+        if over_workers:
+            entries = lax.psum(entries, "data") / W
+        losses = jnp.sum((x * params["b"]) ** 2, axis=1)
+        return jnp.sum(losses * mask) / jnp.maximum(entries, 1e-6)
+
+    wanted, slope = jax.value_and_grad(masked)(PARAMS, (X, mask))
+    with jax.set_mesh(workers_of(kind).mesh):
+        right = functools.partial(masked, over_workers=True)
+        value, grads = jax.jit(grad_of(right, workers_of(kind)))(PARAMS, (X, mask))
+        alone, _ = jax.jit(grad_of(masked, workers_of(kind)))(PARAMS, (X, mask))
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    np.testing.assert_allclose(np.mean(grads["b"]), slope["b"], rtol=1e-5)
+    assert abs(alone - wanted) > 0.1 * wanted
+
+
 # --- What arguments and results are to the workers
 
 
