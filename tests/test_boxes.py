@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from conftest import assert_same, normal, workers_on
 from flax import linen as nn
 from flax import nnx
@@ -164,3 +165,26 @@ def test_an_nnx_optimizer_says_how_momentum_lies():
     assert specs["count"] == specs["votes"]["ties"] == P()
     assert specs["mu"]["a"] == {"kernel": P("data", None, "fsdp"), "bias": P("data")}
     assert specs["mu"]["b"] == {"kernel": P("data"), "bias": P("data")}
+
+
+def test_labels_by_a_function_go_inside_on_mesh_as_in_plain_optax():
+    """Of nnx: labels of its variables at first, and of arrays in updates; what is frozen stays."""
+    workers = workers_of("data=8")
+    with jax.set_mesh(workers.mesh):
+        model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+        lc.training.place(model, workers)
+
+        def labels(params):
+            return jax.tree.map(lambda x: "train" if x.ndim > 1 else "frozen", params)
+
+        tx = optax.partition(
+            {"train": lc.owner_adamw(0.1, workers=workers), "frozen": optax.set_to_zero()}, labels
+        )
+        optimizer = nnx.Optimizer(model, lc.on_mesh(tx, workers), wrt=nnx.Param)
+        before = jax.tree.map(jnp.array, nnx.state(model, nnx.Param))
+        grads = jax.tree.map(lambda x: jnp.ones((workers.count, *x.shape)), before)
+        nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads))(
+            model, optimizer, grads
+        )
+    moved = jax.tree.map(lambda x, y: bool((x != y).any()), before, nnx.state(model, nnx.Param))
+    assert nnx.to_pure_dict(moved) == {"kernel": True, "bias": False}

@@ -115,6 +115,16 @@ def test_a_field_that_the_state_does_not_have_is_refused(fields, message):
         lc.checkpoint.carry_over(state, workers, **fields)
 
 
+@pytest.mark.parametrize("lacks", [{}, {"b": None}, {"b": optax.MaskedNode()}])
+def test_moments_of_some_parameters_alone_are_refused(lacks):
+    """As of one part of `optax.partition`: the others would begin at 0 beside an old count."""
+    workers = lc.Workers.one_per_device()
+    state = lc.init_state(lc.owner_adamw(RATE, workers=workers), PARAMS, workers)
+    some = {"w": PARAMS["w"]} | lacks
+    with pytest.raises(ValueError, match=r"nothing for .*mu\['b'\], 1 in all.*optax.partition"):
+        lc.checkpoint.carry_over(state, workers, mu=some, nu=some, count=3)
+
+
 def test_a_state_without_parameters_is_refused():
     workers = lc.Workers.one_per_device()
     tx = lc.on_mesh(lc.owner_adamw(RATE, workers=workers), workers)

@@ -861,3 +861,16 @@ def test_the_readme_says_with_how_many_tokens_diloco_ran():
     ran = {one.tokens for one in cells if any(name.startswith("diloco") for name in one.methods)}
     assert ran == {256}
     assert "DiLoCo ran with 256 tokens alone." in (pages.ROOT / "README.md").read_text()
+
+
+def test_an_answer_says_how_long_one_worker_alone_takes_and_whose_exchange_can_hide():
+    """Of 8 workers by hand: all rows take 8 times as long to compute, and nothing is sent."""
+    for tokens, micro in ((2048, False), (256, True)):
+        plan = planner.plan(124_000_000, Cluster(8, Link(1e9)), 0.3, tokens=tokens)
+        words, row = planner.advice(plan), plan.rows[plan.use()]
+        step = row.estimate.step(0.3, plan.corners()[0][0])
+        times = report.digits(8 * 0.3 / (step * row.learned.ratio))
+        assert f"One worker alone, with all rows in micro-steps, takes about {times} times" in words
+        assert (plan.rows[plan.first("mean")].accumulate > 1) == micro
+        assert ("Without micro-steps it can hide behind computing from" in words) == micro
+        assert ("that all-reduce can hide behind computing" in words) == (not micro)

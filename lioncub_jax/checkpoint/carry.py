@@ -34,7 +34,8 @@ def carry_over(state: Any, workers: AxisName | Workers, **fields: Any) -> Any:
       The state with these fields, its arrays placed as before.
 
     Raises:
-      ValueError: for a field that the state does not have, or that has another shape there; for some of
+      ValueError: for a field that the state does not have, or that has another shape there; for a tree
+        without some parameters, such as one part of ``optax.partition``; for some of
         ``mu``, ``nu``, ``trace`` and ``count`` where the state has more of them; for a state on no mesh.
 
     Example:
@@ -51,6 +52,8 @@ def carry_over(state: Any, workers: AxisName | Workers, **fields: Any) -> Any:
     # Flax's variables, of the state or of a field, have their array in ``.value``.
     names = {name: name.replace(".value", "") for name in arrays}
     for field, tree in fields.items():
+        place = re.compile(rf"\.{field}(\[|\.|$)")
+        without = {name for name, short in names.items() if place.search(short)}
         for path, value in paths_of(boxes.opened(tree)).items():
             end = f".{field}{path}".replace(".value", "")
             matches = [name for name, short in names.items() if short.endswith(end)]
@@ -62,6 +65,14 @@ def carry_over(state: Any, workers: AxisName | Workers, **fields: Any) -> Any:
                 )
             for name in matches:
                 arrays[name] = _as_leaf(target, name, value)
+            without -= set(matches)
+        if without:
+            first = ", ".join(sorted(names[name] for name in without)[:4])
+            raise ValueError(
+                f"carry_over({field}=...) has nothing for {first}, {len(without)} in all, which would "
+                "begin at 0 beside an old count: give a tree with all parameters. Of optax.partition put "
+                "the moments of all its parts together"
+            )
     text = " ".join(names.values())
     wanted = [x for x in ("mu", "nu", "trace", "count") if re.search(rf"\.{x}\b", text)]
     missing = [x for x in wanted if x not in fields]

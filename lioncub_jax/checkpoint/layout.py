@@ -295,7 +295,7 @@ def check_same_model(
         return
     problems.sort(key=lambda text: "state.params" not in text)  # the rest follows from them
     more = f", and {len(problems) - 4} more" if len(problems) > 4 else ""
-    optimizers = "state.opt_state", "state.local_state"
+    optimizers = ".opt_state", ".local_state"
     of = "optimizer" if all(any(o in p for o in optimizers) for p in problems) else "model"
     other = "; lc.checkpoint.carry_over takes moments to another" if of == "optimizer" else ""
     raise ValueError(

@@ -28,7 +28,7 @@ def check_leaves(tree: optax.Params) -> optax.Params:
             given = f"leaf {jax.tree_util.keystr(path) or '(root)'} is {jnp.result_type(leaf)}"
             wanted = (
                 "give what is trained alone, and counters and random streams as model_state (lioncub_jax."
-                "from_nnx splits a module of flax so), or leave them out with optax.masked"
+                "from_nnx splits a module of flax so)"
             )
             raise TypeError(f"{given}: only floating leaves can vote; {wanted}")
     return jax.tree.map(lambda x: x if hasattr(x, "shape") else jnp.asarray(x), tree)

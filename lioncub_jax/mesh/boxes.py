@@ -79,7 +79,8 @@ def named(
     def name(x: Any, spec: Any) -> Any:
         entries = jax.tree.leaves(spec)
         if not entries:
-            return None  # a box around nothing would have a spec, and no array that lies so
+            # A box around nothing, such as optax's MaskedNode, would have a spec and no array that lies so.
+            return x.value if is_linen_box(x) else x.get_value()
         return box(x, entries[0]) if workers.stacks(entries[0]) else x
 
     return jax.tree.map(name, state, specs, is_leaf=is_box)

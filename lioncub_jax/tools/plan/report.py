@@ -342,7 +342,7 @@ def advice(plan: Plan) -> str:
         )
     gains = (
         f"{_between(low, high)} times as fast as the best all-reduce. This is "
-        f"{plan.rows[plan.first('mean')].code}.{_hides_at(plan)}"
+        f"{plan.rows[plan.first('mean')].code}.{_hides_at(plan)}{_alone(plan)}"
     )
     if verdict == MEASURE:
         return f"Measure first: {where} {row.code} is {gains} {_what_to_measure(plan)} {rest}"
@@ -371,7 +371,17 @@ def _hides_at(plan: Plan) -> str:
             ranges.append(f"from about {rate_text(_round_up(low))}{to}")
     if not ranges:
         return ""
-    return f" {_capital(' and '.join(ranges))} that all-reduce can hide behind computing."
+    rates, best = " and ".join(ranges), plan.first("mean")
+    if best and plan.rows[best].accumulate > 1:
+        return f" Without micro-steps it can hide behind computing {rates}."
+    return f" {_capital(rates)} that all-reduce can hide behind computing."
+
+
+def _alone(plan: Plan) -> str:
+    """One worker that takes all rows, in as many micro-steps, beside the method to use."""
+    alone = plan.cluster.num_workers * plan.compute
+    times = digits(alone / plan.rows[plan.use()].time(plan.compute, plan.corners()[0]))
+    return f" One worker alone, with all rows in micro-steps, takes about {times} times as long."
 
 
 def _tuned(how: Learned) -> str:
