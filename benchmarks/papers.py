@@ -268,15 +268,15 @@ def made() -> dict[Path, str]:
 
 
 def classes(tables: Tables) -> str:
-    """A line on workers with classes of their own."""
+    """Lines on workers with classes of their own."""
     cells = {
         says: tables.less((MIDDLE, "classes"), name, "lion")
         for name, says in {
-            "mavo": "`lion_cub`", "every-10": "with a sync every 10 steps",
+            "mavo": "`lion_cub`", "every-10": "With a sync every 10 steps",
             "owner-lion": "`owner_lion`", "owner-adamw": "`owner_adamw`",
         }.items()
     }  # fmt: skip
-    return "".join(f"* {says[0].upper()}{says[1:]}: {cell}.\n" for says, cell in cells.items())
+    return "".join(f"* {says}: {cell}.\n" for says, cell in cells.items())
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -95,6 +95,7 @@ def test_methods_that_are_not_steady_have_no_part_in_the_errors_of_others():
     table = vision.Tables(rows, papers.ALL)
     assert table.less((4, "alike"), "avg", "mavo") == without and "±" in without
     assert table.less((4, "alike"), "largest-4", "mavo") == "not steady: 55.0 and 70.0"
+    assert table.accuracy((4, "alike"), "largest-4") == "not steady: 55.0 and 70.0"
     assert table.less((4, "alike"), "l1-4", "mavo") == "not run"
 
 

@@ -207,6 +207,7 @@ def test_named_machines_are_what_their_vendors_say():
         (lambda: scheme_named("two bits"), "give one of vote, vote-2-bits"),
         (lambda: planner.plan(SIZE, SLOW, -1, tokens=32), "compute=-1"),
         (lambda: planner.plan(0, SLOW, 0.1, tokens=32), "params=0"),
+        (lambda: planner.plan(124e6, SLOW, 0.1, tokens=32), "params=124000000.0: give a whole"),
         (lambda: planner.plan(SIZE, SLOW, 0.0, tokens=32), "compute=0.0: give seconds, above zero"),
         (lambda: planner.cell_for(8, 32, "new"), "data 'new': give one of alike, different"),
         (lambda: planner.cell_for(0, 32), "num_workers=0"),

@@ -55,12 +55,12 @@ class Tables:
         head, last = ["method"], ["a difference is seen from"]
         lines = {name: [self._methods[name].says] for name in names}
         for place, workers in enumerate(numbers):
-            runs, in_paper = self.pooled((workers, "alike")), place < IN_PAPER
+            at, in_paper = (workers, "alike"), place < IN_PAPER
             head += [f"{workers} workers", *["the paper"] * in_paper]
-            last += [_error(runs), *[""] * in_paper]
+            last += [_error(self.pooled(at)), *[""] * in_paper]
             for name, line in lines.items():
                 paper = self._methods[name].paper or [""] * IN_PAPER
-                line += [accuracy(runs, name), *map(str, paper[place : place + 1])]
+                line += [self.accuracy(at, name), *map(str, paper[place : place + 1])]
         return report.markdown(head, [*lines.values(), last])
 
     def order(self, names: Collection[str], numbers: Collection[int]) -> str:
@@ -78,16 +78,27 @@ class Tables:
 
     def less(self, at: Setting, name: str, other: str) -> str:
         """An accuracy less another, with its error; of a method that is not steady its accuracies."""
-        seeds = self.runs(at).get(name, {})
-        if spread(seeds) > STEADY:
-            return f"not steady: {' and '.join(f'{x:.1f}' for x in seeds.values())}"
         runs = self.pooled(at)
         difference = runs and runs.less(name, other)
-        return difference.text(1) if difference else "not run"
+        return difference.text(1) if difference else self.without_error(at, name)
+
+    def accuracy(self, at: Setting, name: str) -> str:
+        """The mean of a method, or the accuracies of one that is not steady."""
+        runs = self.pooled(at)
+        if runs and name in runs.means:
+            return f"{runs.means[name]:.1f}"
+        return self.without_error(at, name)
+
+    def without_error(self, at: Setting, name: str) -> str:
+        """Says that a method is not steady, with its accuracies, or that it has not run."""
+        seeds = self.runs(at).get(name, {})
+        if spread(seeds) <= STEADY:
+            return "not run"
+        return f"not steady: {' and '.join(f'{x:.1f}' for x in seeds.values())}"
 
     def variants(self, base: str, names: Collection[str], settings: Mapping[str, Setting]) -> str:
         """Methods less the base, in each setting by its title; the base has its accuracy."""
-        first = [accuracy(self.pooled(at), base) for at in settings.values()]
+        first = [self.accuracy(at, base) for at in settings.values()]
         lines = [[self._methods[base].says, *first]]
         for name in names:
             cells = [self.less(at, name, base) for at in settings.values()]
@@ -111,11 +122,6 @@ class Tables:
 def spread(seeds: Mapping[int, float]) -> float:
     """How far the runs of a method lie apart."""
     return max(seeds.values(), default=0.0) - min(seeds.values(), default=0.0)
-
-
-def accuracy(runs: Pooled | None, name: str) -> str:
-    """The mean of a method."""
-    return f"{runs.means[name]:.1f}" if runs and name in runs.means else "not run"
 
 
 def _error(runs: Pooled | None) -> str:

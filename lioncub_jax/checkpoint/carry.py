@@ -52,8 +52,7 @@ def carry_over(state: Any, workers: AxisName | Workers, **fields: Any) -> Any:
     # Flax's variables, of the state or of a field, have their array in ``.value``.
     names = {name: name.replace(".value", "") for name in arrays}
     for field, tree in fields.items():
-        place = re.compile(rf"\.{field}(\[|\.|$)")
-        without = {name for name, short in names.items() if place.search(short)}
+        without = {name for name, short in names.items() if re.search(rf"\.{field}\b", short)}
         for path, value in paths_of(boxes.opened(tree)).items():
             end = f".{field}{path}".replace(".value", "")
             matches = [name for name, short in names.items() if short.endswith(end)]

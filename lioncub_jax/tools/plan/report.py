@@ -257,21 +257,10 @@ def plan(
     nearest = evidence.cell_for(cluster.num_workers, tokens, data, size)
     rows, refused = {}, {}
     for scheme in SCHEMES:
-        if data == "different" and scheme.name in TIES:
-            refused[scheme.name] = APART
+        if why := _refusal(scheme, size, cluster, data, memory):
+            refused[scheme.name] = why
             continue
-        holds = MODEL * size / cluster.group_size + state_bytes(scheme, size, cluster)
-        if holds > memory:
-            refused[scheme.name] = (
-                f"parameters, gradients and state in float32 take {bytes_text(holds)} of a device that "
-                f"has {bytes_text(memory)}"
-            )
-            continue
-        try:
-            estimate = step_time(scheme, params, cluster)
-        except ValueError as reason:
-            refused[scheme.name] = str(reason)
-            continue
+        estimate = step_time(scheme, params, cluster)
         unknown = nearest.distance == evidence.FAR or (
             cluster.num_workers == 2 and scheme.name in TIES
         )
@@ -281,6 +270,19 @@ def plan(
             for count, how in _accumulated(scheme, learned, nearest).items():
                 rows[f"{scheme.name}-micro-{count}"] = Row(scheme, estimate, how, count)
     return Plan(cluster, compute, tokens, data, size, nearest, rows, refused)
+
+
+def _refusal(scheme: Scheme, size: int, cluster: Cluster, data: str, memory: float) -> str:
+    """Why a method is not to be used there; "" where it may be."""
+    if data == "different" and scheme.name in TIES:
+        return APART
+    holds = MODEL * size / cluster.group_size + state_bytes(scheme, size, cluster)
+    if holds > memory:
+        return (
+            f"parameters, gradients and state in float32 take {bytes_text(holds)} of a device that has "
+            f"{bytes_text(memory)}"
+        )
+    return NO_GROUP if cluster.group_size > 1 and not scheme.two_levels else ""
 
 
 def _accumulated(scheme: Scheme, learned: Learned, nearest: Found) -> dict[int, Learned]:
@@ -445,11 +447,12 @@ def _too_long(plan: Plan) -> str:
     assert least
     small = min(plan.each_step(), key=plan.exchange)
     where = _link_text(plan)
-    which = f"{where} the exchange of {least.code}"
-    if small is least:
-        which = f"{where} the least exchange, of {least.code},"
     if least.ratio() == math.inf:
         which = f"no method was measured. {_capital(where)} the exchange of {least.code}"
+    elif small is least:
+        which = f"{where} the least exchange, of {least.code},"
+    else:
+        which = f"{where} the exchange of {least.code}"
     longer = digits(plan.exchange(least) / plan.compute)
     longer = f"just above {limit}" if longer == str(limit) else longer
     why = "" if limit < workers - 1 else f", where {workers} workers are no faster than one"
@@ -565,7 +568,6 @@ def _measured(plan: Plan, row: Row) -> str:
     measured = "Measured" if distance == evidence.HERE else "Nearest measurement"
     micro = f"{scheme.learns}-micro-{row.accumulate}"
     notes = {
-        _not_measured(plan, row): True,
         "bfloat16 is assumed to learn like float32.": scheme.name != scheme.learns,
         "Micro-steps are taken to cost it the most that they cost any method.": (
             row.accumulate > 1 and micro not in methods
@@ -577,11 +579,11 @@ def _measured(plan: Plan, row: Row) -> str:
         TIED: plan.cluster.num_workers == 2,
         f"Votes are left out: {APART}.": APART in plan.refused.values(),
     }
-    said = [note for note, holds in notes.items() if holds and note]
-    return " ".join([f"{measured}: {_runs(plan, how)}", *said])
+    said = [note for note, holds in notes.items() if holds]
+    return " ".join([f"{measured}: {_runs(plan, how)}", *_not_measured(plan, row), *said])
 
 
-def _not_measured(plan: Plan, row: Row) -> str:
+def _not_measured(plan: Plan, row: Row) -> list[str]:
     """Ways to send less often that nobody measured there, where an exchange takes longer than computing."""
     rows, mean = plan.rows.values(), plan.mean()
     missing = []
@@ -589,7 +591,7 @@ def _not_measured(plan: Plan, row: Row) -> str:
         missing.append("local steps")
     if mean and plan.exchange(mean) > plan.compute and not any(x.accumulate > 1 for x in rows):
         missing.append("micro-steps")
-    return f"{_capital(' and '.join(missing))} were not measured there." if missing else ""
+    return [f"{_capital(' and '.join(missing))} were not measured there."] if missing else []
 
 
 def _between(low: float, high: float) -> str:
