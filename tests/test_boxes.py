@@ -151,14 +151,17 @@ def test_where_axes_are_explicit_types_say_how_parameters_of_nnx_are_cut():
 
 
 def test_an_nnx_optimizer_says_how_momentum_lies():
-    """As the parameters, whatever metadata for optimizers that are cut otherwise says."""
+    """As the parameters, whatever metadata for optimizers, or of older names, says."""
     workers = workers_of()
     with jax.set_mesh(workers.mesh):
         model = Model()
-        model.a.kernel.set_metadata(optimizer_sharding=("fsdp", None))
+        kept = {"optimizer_sharding": ("fsdp", None), "sharding_names": (None, "fsdp")}
+        kernel = model.a.kernel
+        model.a.kernel = nnx.Param.from_metadata(kernel[...], {**kernel.get_metadata(), **kept})
         specs = lc.mesh.specs_of(nnx.state(model, nnx.Param))
         tx = lc.on_mesh(lc.lion_cub(0.1, workers=workers), workers, specs=specs)
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    assert "sharding_names" not in optimizer.opt_state[0].mu["a"]["kernel"].get_metadata()
     specs = nnx.get_partition_spec(nnx.state(optimizer))["opt_state"][0]
     specs = jax.tree.map(lambda x: jax.tree.leaves(x)[0], specs, is_leaf=is_box)
     specs = nnx.to_pure_dict(specs)

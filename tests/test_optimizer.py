@@ -340,6 +340,22 @@ def test_many_arrays_enter_joined_and_the_program_is_the_one_without(monkeypatch
         assert joined.as_text().count(op) == apart.as_text().count(op), op
 
 
+def test_rows_and_what_is_each_workers_own_enter_apart_though_they_lie_alike():
+    """Both are ``P("data")``: a program joins what has one shape in front, and keys stay alone."""
+    workers = workers_on(f"{AXIS}=2")
+    own, rows = [normal(2, 3, seed=i) for i in range(40)], [normal(8, seed=i) for i in range(40)]
+    keys = jax.random.split(jax.random.key(0))
+    specs = (P(AXIS),) * 3
+
+    def of_worker(own, rows, key):
+        return [x + jax.random.uniform(key[0]) for x in own], [x * 2 for x in rows], key
+
+    found = jax.jit(workers.map(of_worker, specs, specs, typed=False))(own, rows, keys)
+    drawn = jax.vmap(jax.random.uniform)(keys)
+    wanted = [x + drawn[:, None] for x in own], [x * 2 for x in rows], keys
+    assert_same(found, jax.tree.map(jnp.asarray, wanted))
+
+
 # --- Statistics -------------------------------------------------------------------------------------
 
 

@@ -20,29 +20,42 @@ MANY = 64  # fewer arrays enter as they are
 def joined_at_border(
     over: Callable[..., Any], fn: Callable[..., Any], in_specs: Any
 ) -> Callable[..., Any]:
-    """``over(fn, in_specs=in_specs)`` of a ``shard_map``; arrays of one spec and dtype enter as one."""
+    """``over(fn, in_specs=in_specs)`` of a ``shard_map``; arrays of one kind enter as one.
+
+    Those have one spec, one dtype, and one shape in the dimensions that the spec names: rows and what is
+    each worker's own may both lie as ``P("data")``, and cannot be joined.
+    """
 
     def run(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
         # Only a compiler drops the joint.
         if len(leaves) < MANY or not any(isinstance(x, jax.core.Tracer) for x in leaves):
             return over(fn, in_specs=in_specs)(*args)
+        specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
         places: dict[Any, list[int]] = {}  # of leaves, by what they have in common
-        for i, spec in enumerate(jax.tree.leaves(jax.tree.broadcast(in_specs, args))):
+        for i, spec in enumerate(specs):
             kind = jax.typeof(leaves[i])
-            places.setdefault((spec, kind.dtype, kind.weak_type), []).append(i)
-        shapes = [jnp.shape(x) for x in leaves]
+            # A key has no bits that could be joined with those of others.
+            alone = i if jnp.issubdtype(kind.dtype, jax.dtypes.prng_key) else None
+            common = spec, kind.dtype, kind.weak_type, kind.shape[: len(spec)], alone
+            places.setdefault(common, []).append(i)
+        groups, shapes = [*places.values()], [jnp.shape(x) for x in leaves]
 
         def cut_inside(joined: list[jax.Array]) -> Any:
             parts = list(leaves)
-            for (spec, dtype, _), own, whole in zip(places, places.values(), joined, strict=True):
-                behind = [shapes[i][len(spec) :] for i in own]
-                for i, x in zip(own, _cut(whole, behind, dtype), strict=True):
+            for own, whole in zip(groups, joined, strict=True):
+                first = own[0]
+                behind = [shapes[i][len(specs[first]) :] for i in own]
+                each = _cut(whole, behind, leaves[first].dtype) if len(own) > 1 else [whole]
+                for i, x in zip(own, each, strict=True):
                     parts[i] = x
             return fn(*jax.tree.unflatten(tree, parts))
 
-        joined = [_join([leaves[i] for i in own], len(key[0])) for key, own in places.items()]
-        return over(cut_inside, in_specs=([spec for spec, *_ in places],))(joined)
+        joined = []
+        for own in groups:
+            arrays = [leaves[i] for i in own]
+            joined.append(_join(arrays, len(specs[own[0]])) if len(own) > 1 else arrays[0])
+        return over(cut_inside, in_specs=([specs[own[0]] for own in groups],))(joined)
 
     return run
 

@@ -105,4 +105,7 @@ def _variable(x: Any, spec: P) -> Any:
     (value,) = jax.tree.leaves(x)
     # Not eager: it lies there already, and nnx would ask for a mesh in the context to lay it there again.
     made = nnx.Variable(nnx.with_partitioning(lambda: value, names)(), eager_sharding=False)
-    return type(variable).from_metadata(value, {**metadata, **made.get_metadata()})
+    metadata |= made.get_metadata()
+    for of_the_parameter in ("sharding_names", "sharding"):  # which nnx would prefer
+        metadata.pop(of_the_parameter, None)
+    return type(variable).from_metadata(value, metadata)
