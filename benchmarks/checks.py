@@ -1,18 +1,17 @@
-"""The cost of a safe run: comparing replicas, snapshots in memory, and checkpoints on disk.
+"""The cost of a safe run: comparing replicas, and checkpoints on disk.
 
     python benchmarks/checks.py [--every 100]
 
 A GPT of 7.2 million parameters, `owner_lion`, four workers on the devices of this
 machine (a CPU stands in for four). Steps and what is measured take turns. Shares are of the seconds of so
-many steps: of a compare all of it, of a snapshot or a checkpoint what the loop waits for; the rest is
-written while steps go on. Then the last state is read, from memory and from disk.
+many steps: of a compare all of it, of a checkpoint what the loop waits for; the rest is written while steps
+go on. Then the last state is read.
 """
 
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,11 +23,10 @@ from gpt import corpus, meshes
 from gpt.model import GPT, next_byte_loss
 
 import lioncub_jax as lc
-from lioncub_jax.tools import faults, run
+from lioncub_jax.tools import faults
 
 WORKERS, CONTEXT = 4, 64
 MODEL = {"layers": 4, "width": 384, "heads": 6, "context": CONTEXT}
-MEMORY = Path("/dev/shm")
 TURNS = 10
 
 
@@ -48,9 +46,7 @@ def main() -> None:
     replicas = faults.Replicas(workers, every=args.every)
     with (
         tempfile.TemporaryDirectory() as disk,
-        tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as memory,
         lc.Checkpoints(disk, workers=workers) as saved,
-        run.Snapshots(saved, memory, buddies=1) as snapshots,
     ):
         taken: dict[str, list[float]] = defaultdict(list)
 
@@ -64,19 +60,14 @@ def main() -> None:
         for _ in range(TURNS + 1):
             state, _ = timed("step", step, state, batch)
             timed("check", replicas.check, state)
-            timed("snapshot", snapshots.save, state)
-            timed("snapshot_written", snapshots.wait)
             timed("checkpoint", saved.save, state)
             timed("checkpoint_written", saved.wait)
-        for _ in range(3):
-            timed("from_memory", snapshots.restore, state)
-        snapshots.clear()
         for _ in range(3):
             timed("from_disk", saved.restore, state)
     ms = {f"{name}_ms": 1e3 * median(times[1:]) for name, times in taken.items()}
     shares = {
         f"{name}_share": ms[f"{name}_ms"] / (args.every * ms["step_ms"])
-        for name in ("check", "snapshot", "checkpoint")
+        for name in ("check", "checkpoint")
     }
     figures = {name: float(f"{x:.3g}") for name, x in (ms | shares).items()}
     parameters = sum(x.size for x in jax.tree.leaves(params))

@@ -60,7 +60,7 @@ def train(
     report.introduce(console, run)
     metrics = report.MetricsFile(args.out, processes.is_first())
     before = metrics.begin(run, {"config": options.as_json(args), **report.environment(layout)})
-    with saving.during(run, checkpoints, args.save_every) as stops:
+    with saving.during(run, checkpoints, args.save_every) as stops, lc.mesh.end_on_error():
 
         def follow(row: training.Row) -> None:
             metrics.write("step", row._asdict())

@@ -26,7 +26,6 @@ from lioncub_jax.baselines.dgc import dgc
 from lioncub_jax.checkpoint import Checkpoints, Damaged, files, stop_on_sigterm
 from lioncub_jax.checkpoint.layout import paths_of
 from lioncub_jax.mesh.hosts import key_words
-from lioncub_jax.tools.run import Snapshots
 
 # Of the last leaf almost every owner has some rows.
 SHAPES = {"w": (64, 320), "v": (4, 6, 8), "b": (5,), "s": (), "none": (0, 3)}
@@ -737,8 +736,7 @@ def test_what_is_no_state_is_refused_in_a_sentence(tmp_path):
         r"\(state\): state\['params'\].* was given to an earlier step, .*: go on with the state"
     )
     with opened(tmp_path / "new") as saved:
-        for call in (saved.save, Snapshots(saved, tmp_path / "memory").save):
-            refuses(donated, functools.partial(call, gone))
+        refuses(donated, functools.partial(saved.save, gone))
     with opened(tmp_path / "flat", workers=("data", "dev")) as one_level:
         two = first_state(coded, "groups of 2, 4")
         refuses("is of two levels, and the workers have group=None", lambda: one_level.save(two))

@@ -324,12 +324,7 @@ GIVEN --data mine => invalid choice: 'mine' (choose from
 GIVEN --devices-per-worker 8 => 8 devices in a worker: give the Link between them, inside= (--inside
 GIVEN --inside-bandwidth 1tbit => --inside-bandwidth: it has no effect without
 GIVEN --work 9 => unrecognized arguments: --work 9
-GIVEN -- python => only lab and run take a command
-run --workers 2 => give --workers, and the command behind --
-run -- true => give --workers, and the command behind --
-run --workers 2 --min 3 -- true => min=3, workers=2: give whole numbers
-run --workers 2 -- no-such => command 'no-such' is not a program here: give
-run --workers 2 --events /nowhere/x -- true => /nowhere/x: No such file
+GIVEN -- python => only lab takes a command
 PLAN --compute 1s --model divides.py:step => divides.py failed with ZeroDivisionError: division by zero
 PLAN --compute 1s --model exits.py:step => SystemExit: usage: none
 PLAN --compute 1s --model taken/json.py:text => give the file another name
@@ -349,7 +344,7 @@ PLAN --compute 1s --model models.py:nothing => returned no arrays
 
 
 @pytest.mark.parametrize(("line", "words"), rows_of(REFUSED))
-def test_what_plan_and_run_cannot_do_is_said_in_one_line(refused, line, words):
+def test_what_plan_cannot_do_is_said_in_one_line(refused, line, words):
     assert words in refused(line)
 
 

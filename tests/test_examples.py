@@ -4,7 +4,6 @@ import functools
 import importlib
 import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -242,24 +241,6 @@ def test_bad_arguments_are_refused_in_one_sentence(tmp_path, capsys):
 # --- Clusters
 
 LAUNCH = EXAMPLES / "launch"
-
-
-@pytest.mark.parametrize(("deaths", "code", "starts"), [(0, 0, 1), (2, 0, 3), (9, 1, 3)])
-def test_slurm_starts_a_run_again_until_three_strikes(tmp_path, deaths, code, starts):
-    """By an srun that fails so often, and counts what it is asked to do."""
-    srun, said = tmp_path / "srun", tmp_path / "said"
-    srun.write_text(
-        f'#!/bin/bash\necho "$LIONCUB_MEMORY $*" >> {said}\n'
-        f"[[ $1 == --overlap ]] || (( $(grep -c train_gpt {said}) > {deaths} ))\n"
-    )
-    srun.chmod(0o755)
-    (tmp_path / "lioncub_jax").mkdir()
-    known = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "SLURM_JOB_ID": "7"}
-    ended = subprocess.run(["bash", LAUNCH / "slurm.sbatch"], env=known, check=False)
-    assert ended.returncode == code
-    *runs, last = said.read_text().splitlines()
-    assert len(runs) == starts and all("--resume" in line for line in runs)
-    assert last == "/dev/shm/lioncub-7 --overlap rm -rf /dev/shm/lioncub-7"
 
 
 @pytest.mark.parametrize("path", sorted(LAUNCH.iterdir()), ids=lambda path: path.name)

@@ -54,11 +54,7 @@ BEFORE = {
         """,
     },
     "how_to/faults.md": {
-        "memory_folder()": """
-            shapes, first = jax.eval_shape(lambda: params), params
-            params = lambda: first
-        """,
-        "Replicas(": "batches = batches * 2",
+        "Replicas(": STEP + "batches = batches * 2",
     },
     "how_to/meshes.md": {
         '"fsdp"), axis_types': """
@@ -137,7 +133,6 @@ def run_here(page):
 @pytest.mark.parametrize("page", BEFORE)
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LIONCUB_MEMORY", str(tmp_path))
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     (tmp_path / "train.py").write_text("print('a worker')")
     names, before = {}, dict(BEFORE[page])
@@ -178,8 +173,6 @@ COMMANDS = [
     for page, mark, marks in [
         ("how_to/planner.md", "run: here", ()),
         ("how_to/spot.md", "run: here", ()),
-        ("how_to/faults.md", "run: long", pytest.mark.long),
-        ("how_to/spot.md", "run: long", pytest.mark.long),
     ]
     for one in pages.blocks(page)
     if one.mark == mark

@@ -16,7 +16,6 @@ from gpt import corpus, meshes
 from gpt.corpus import Corpus
 from gpt.meshes import Layout
 from gpt.model import GPT, continue_text, next_byte_loss
-from lioncub_jax.tools.run import memory_folder, stepped
 
 VALIDATION_BYTES = 32_768
 VOTES = "votes/ties", "votes/abstained", "votes/abstentions"
@@ -78,9 +77,8 @@ def prepare(model: GPT, text: Corpus, tx: Any, layout: Layout, *, batch: int, se
     given = jax.ShapeDtypeStruct(windows.shape[1:], windows.dtype)
     compiled = step.lower(state, given).compile()
     collectives = lc.audit.collectives(compiled, mesh)
-    takes = step if memory_folder() else compiled  # the step says that it trains
     return Run(
-        model, text, layout, state, takes, collectives,
+        model, text, layout, state, compiled, collectives,
         sent_by_each(collectives, state.params, layout),
         evaluation(model, windows, layout), batch, seed,
     )  # fmt: skip
@@ -142,7 +140,6 @@ def train(
     state, losses, row, stopped, since = run.state, [], None, False, time.perf_counter()
     for step in range(int(state.step) + 1, steps + 1):
         state, metrics = run.step(state, next_batch(run, step))
-        stepped(metrics["loss"])  # for `lioncub run`
         losses.append(metrics["loss"])
         # XLA for CPU can deadlock when more than about thirty steps are under way.
         jax.block_until_ready(losses[:-8][-1:])

@@ -2,8 +2,7 @@
 # Cloud TPU pod slice: the same command on every host; JAX learns from the TPU's metadata where the others
 # are. Several slices: create them as one multislice, and use pod=SLICES in MESH.
 #   bash examples/launch/tpu_pod.sh
-# When a host dies the others end at --heartbeat; the same command goes on from the newest snapshot in the
-# hosts' memory (a new run: another LIONCUB_MEMORY). If another user has taken that name, it is an error.
+# When a host dies the others end at --heartbeat; the same command goes on from the newest checkpoint.
 # Change: the name and zone of the slice, the mesh (its product is the number of chips) and the bucket.
 
 set -euo pipefail
@@ -15,7 +14,6 @@ RUN=/mnt/bucket/gpt                  # the same bucket or file system, mounted o
 
 # The checkout is in ~/lioncub_jax on each host, with its environment (jax[tpu]) in .venv.
 gcloud compute tpus tpu-vm ssh "$TPU" --zone "$ZONE" --worker=all --command "
-  export LIONCUB_MEMORY=/dev/shm/lioncub-gpt
   cd lioncub_jax && exec .venv/bin/python examples/train_gpt.py \
     --distributed --heartbeat 20 \
     --mesh $MESH \

@@ -34,13 +34,10 @@ from lioncub_jax.checkpoint.tiles import Index, index_of, shape_of
 FORMAT = 4  # 1 to 3: versions 0.1 to 0.3, by orbax
 ABOUT, ARRAYS, LOCK = "about.json", ".arrays", "lock"
 PART, GONE = ".part", ".gone"
-RUN = "run"  # a file beside the checkpoints: the name of their run, see lioncub_jax.tools.run
 BLOCK = 1 << 24  # bytes that are compared at a time
 _STEP = re.compile("0|[1-9][0-9]*")
 _UNFINISHED = re.compile(rf"({_STEP.pattern})\.[0-9a-f]{{12}}(\{PART}|\{GONE})")
-_OURS = re.compile(
-    rf"{RUN}(.*\{PART})?|({_STEP.pattern})(\.(damaged|abandoned)(-[0-9]+)?|\.orbax-checkpoint-tmp.*)?"
-)
+_OURS = re.compile(rf"({_STEP.pattern})(\.(damaged|abandoned)(-[0-9]+)?|\.orbax-checkpoint-tmp.*)?")
 _OF_SYSTEMS = {"lost+found", "@eaDir"}  # beside names that begin with a dot
 
 
@@ -128,7 +125,7 @@ def check_directory(directory: str | os.PathLike[str]) -> tuple[Path, list[int]]
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file: give a folder for the checkpoints")
     entries = listing(path)
-    if entries.others and not (entries.steps or entries.unfinished or (path / RUN).exists()):
+    if entries.others and not (entries.steps or entries.unfinished):
         names = ", ".join(map(repr, sorted(entries.others)[:3]))
         raise ValueError(
             f"{path} is no folder of checkpoints, it holds {names}: give an empty folder, one that is not "

@@ -9,8 +9,7 @@ field keeps its name, ``.opt_state.owner.mu['w']``, so that one level and two re
 back is its transpose, which JAX derives: slices become padding, and splits become joins. Both are exact,
 to the sign of a zero. Arrays that are leaves already go straight to their place.
 
-Another number of workers meets a rule, in `_resize`. Snapshots in memory are taken more often: they hold
-the arrays as they lie, with the `Layout` beside them, and become leaves when another mesh reads them.
+Another number of workers meets a rule, in `_resize`.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Tiles: the parts in which devices hold arrays. Checkpoints and snapshots are written in tiles."""
+"""Tiles: the parts in which devices hold arrays. Checkpoints are written in tiles."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,7 @@
-"""The command line: ``lioncub plan | probe | bytes | lab | run``.
+"""The command line: ``lioncub plan | probe | bytes | lab``.
 
 A command ends with 0, or with 2 and a line that says what was given, what is allowed and what to
-do; ``lab`` and ``run`` end with the exit code of the command that they ran. Ctrl-C ends with 130, and
+do; ``lab`` ends with the exit code of the command that it ran. Ctrl-C ends with 130, and
 a reader that closed the pipe with 141, as it would end a program in C.
 """
 
@@ -16,7 +16,6 @@ from lioncub_jax.tools.cli import lab as lab_command
 from lioncub_jax.tools.cli import output
 from lioncub_jax.tools.cli import plan as plan_command
 from lioncub_jax.tools.cli import probe as probe_command
-from lioncub_jax.tools.cli import run as run_command
 
 INTERRUPTED = 130  # 128 and the number of SIGINT
 PIPE_CLOSED = 141  # 128 and the number of SIGPIPE
@@ -24,13 +23,13 @@ LONGEST_MESSAGE = 900  # XLA's may have thousands of lines
 
 _DESCRIPTION = """\
 Data-parallel Lion for JAX whose workers exchange about one bit per parameter:
-what it would gain, what your machines reach, what a compiled step sends, a slow
-network to try it on, and a run that goes on when a worker dies."""
+what it would gain, what your machines reach, what a compiled step sends, and a
+slow network to try it on."""
 
 _EPILOG = """\
 exit codes:
-  0, or 2 and a line that says what was wrong; 130 after Ctrl-C; lab and run end
-  with the code of the command that they ran
+  0, or 2 and a line that says what was wrong; 130 after Ctrl-C; lab ends with the
+  code of the command that it ran
 
 examples:
   lioncub plan --model 124M --workers 8 --bandwidth 1gbit --compute 144ms \\
@@ -43,9 +42,8 @@ _COMMANDS = {
     "probe": probe_command,
     "bytes": bytes_command,
     "lab": lab_command,
-    "run": run_command,
 }
-_STARTING = ("lab", "run")  # a command of the user's
+_STARTING = ("lab",)  # a command of the user's
 
 
 class _Parser(argparse.ArgumentParser):
@@ -99,7 +97,7 @@ def _command(given: list[str]) -> int:
                 )
         elif args.words:
             words = " ".join(args.words)
-            raise ValueError(f"-- {words}: only lab and run take a command; leave it out")
+            raise ValueError(f"-- {words}: only lab takes a command; leave it out")
         return int(_COMMANDS[args.name].run(args))
     except (ValueError, ImportError) as error:
         message = str(error)
@@ -119,7 +117,7 @@ def _parser(explain: bool) -> _Parser:
     version = f"lioncub_jax {lioncub_jax.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(
-        title="commands", required=True, metavar="plan | probe | bytes | lab | run"
+        title="commands", required=True, metavar="plan | probe | bytes | lab"
     )
     for name, module in _COMMANDS.items():
         command = commands.add_parser(

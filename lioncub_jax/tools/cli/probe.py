@@ -26,13 +26,13 @@ workers, and for one.
 
 examples:
   lioncub probe --step lioncub_jax.tools.cli.examples:training --devices 2
-  lioncub run --workers 2 -- lioncub probe --distributed --out probe.json"""
+  mpirun -np 2 lioncub probe --distributed --out probe.json"""
 
 OPTIONS: list[Row] = [
     ("--step", {}, "MODULE:NAME or FILE.py:NAME of a function that makes a training step"),
     ("--bandwidth", RATE, "the nominal rate of a worker's link, such as 25gbit, to compare with"),
     ("--out", {"type": Path}, "write the numbers to this file, as JSON; the first process does"),
-    ("--distributed", FLAG, "join the processes that the cluster or lioncub run started"),
+    ("--distributed", FLAG, "join the processes that the cluster or mpirun started"),
     ("--devices", COUNT, "run on so many devices of the CPU"),
 ]
 

@@ -1,6 +1,6 @@
 """Processes that end together: their ends and signals in one queue, and their output in another.
 
-For `lioncub_jax.tools.run.keep` and for the lab's hub, a program of its own: only the standard library.
+For the lab's hub, a program of its own: only the standard library.
 Whoever watches never writes: a reader that stops, such as a paused pager, delays no end.
 """
 
@@ -10,13 +10,11 @@ import queue
 import signal
 import subprocess
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 LONGEST_LINE = 65536  # of output, in bytes; longer ones are cut
-LAST_LINES = 15  # of a member's output, which are kept
 WAITING = 1 << 22  # characters of output that are kept for a reader who is slow
 PATIENCE = 5.0  # seconds until a reader who takes nothing has stopped
 ORPHANS_SECONDS = (
@@ -30,12 +28,10 @@ class Member(NamedTuple):
     Attributes:
       place: its number.
       process: it.
-      last: its last lines of output, also such as were dropped.
     """
 
     place: int
     process: subprocess.Popen[bytes]
-    last: deque[str]
 
 
 # The number of a signal, or a member that has ended.
@@ -140,21 +136,14 @@ class Group:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True, **how,
         )  # fmt: skip
-        member = Member(place, process, deque(maxlen=LAST_LINES))
+        member = Member(place, process)
         self.members.append(member)
         _begun(self._wait, member)
         self._readers.append(_begun(self._read, member))
 
-    def next(self, until: float | None = None) -> int | Member | None:
-        """The next signal, or member that has ended, or None at that time."""
-        while True:
-            try:
-                left = None if until is None else max(0.0, until - time.monotonic())
-                news = self._news.get(timeout=left)
-            except queue.Empty:
-                return None
-            if isinstance(news, int) or news in self.members:
-                return news
+    def next(self) -> int | Member:
+        """The next signal, or member that has ended."""
+        return self._news.get()
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Sends a signal to all members and to what they have started."""
@@ -180,7 +169,6 @@ class Group:
         with member.process.stdout as output:
             while raw := output.readline(LONGEST_LINE):
                 line = raw.decode(errors="replace").removesuffix("\n")
-                member.last.append(line)
                 self._output.offer(f"{member.place} | ", line)
 
 

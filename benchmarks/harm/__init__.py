@@ -1,1 +1,0 @@
-"""Runs that `faults.py` harms."""
