@@ -1,6 +1,6 @@
 """The study of lengths and sizes: losses after 1,024 and 4,096 steps, with 2,048 tokens, of four sizes.
 
-    python benchmarks/convergence.py [--part 1024 reason tokens 4096 ladder 256] [--jobs 2]
+    python benchmarks/convergence.py [--part 1024 reason tokens 4096 ladder 256 different] [--jobs 2]
     python benchmarks/convergence.py --left     # says what there is to run, and runs nothing
     python benchmarks/convergence.py --report   # makes evidence.json, pages' numbers and pictures from rows
 
@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = report.parser(__doc__, ROWS)
     parts = list(lengths.PARTS)
     parser.add_argument("--part", nargs="+", choices=parts, default=parts, help="in this order")
+    parser.add_argument("--contender", nargs="+", help="of these alone; all by default")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one core each")
     parser.add_argument("--left", action="store_true", help="say what is left, and run nothing")
     parser.add_argument(
@@ -86,13 +87,20 @@ def part_of(row: dict) -> str:
         return "reason"
     if row["width"] != lengths.WIDTH:
         return "ladder"
+    if row["data"] != "alike":
+        return row["data"]
     return "tokens" if row["tokens"] != lengths.TOKENS else str(row["steps"])
 
 
 def run(part: str, args: argparse.Namespace) -> None:
     """All jobs of a part; a bar of what is done is printed behind each."""
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        waiting = {pool.submit(run_job, job, args.save): job for job in lengths.PARTS[part]}
+        jobs = [
+            job
+            for job in lengths.PARTS[part]
+            if args.contender is None or job.contender in args.contender
+        ]
+        waiting = {pool.submit(run_job, job, args.save): job for job in jobs}
         for done in as_completed(waiting):
             done.result()
             print(f"{waiting[done].contender} is done; {left(part, args.save)}", flush=True)

@@ -17,6 +17,16 @@ import optax
 Rows = list[dict[str, Any]]
 
 
+def commit() -> str:
+    """The commit that runs, and whether files differ from it."""
+    words = "git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"
+    here = pathlib.Path(__file__).parent
+    return subprocess.run(words, cwd=here, capture_output=True, text=True).stdout.strip()
+
+
+COMMIT = commit()  # that this process began with
+
+
 def parser(doc: str, rows: pathlib.Path | None = None) -> argparse.ArgumentParser:
     """A parser with the option that all benchmarks have; ``rows`` is the file of those that read theirs."""
     out = argparse.ArgumentParser(
@@ -38,6 +48,7 @@ def provenance() -> dict[str, Any]:
     """The facts that repeat a row."""
     return {
         "command": " ".join(["python", *sys.argv]),
+        "commit": COMMIT,
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         "jax": jax.__version__,

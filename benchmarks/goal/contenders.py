@@ -77,6 +77,8 @@ class Family(NamedTuple):
 
 LION = Family(5e-4, (0.8, 0.9), (0.9, 0.99))
 ADAM = Family(2e-3, (0.8, 0.98), (0.9, 0.99))
+# Muon's momentum, and the second beta of the AdamW of its other leaves, whose first one is that of `ADAM`.
+MUON = Family(0.0113, (0.95, 0.98), (0.9, 0.98))
 
 
 class Contender(NamedTuple):
@@ -127,15 +129,54 @@ def adamw(h: Hyper, rate: Schedule) -> optax.GradientTransformation:
     return falling(adam(h), h, rate)
 
 
-def mean_of(code: str, family: Family, direction: Any, dtype: Any = jnp.float32) -> Contender:
+def lionw(h: Hyper, rate: Schedule) -> optax.GradientTransformation:
+    return falling(lion(h), h, rate)
+
+
+def muon(h: Hyper, rate: Schedule) -> optax.GradientTransformation:
+    """Muon of the hidden matrices at an RMS of 0.2, and AdamW of the rest at the same rate and decay."""
+    return optax.contrib.muon(
+        rate, beta=h.b1, weight_decay=h.decay, adam_b1=ADAM.betas[0], adam_b2=h.b2,
+        adam_weight_decay=h.decay, muon_weight_dimension_numbers=hidden, consistent_rms=0.2,
+    )  # fmt: skip
+
+
+def hidden(params: Any) -> Any:
+    """Which axes of a leaf are a matrix; None for vectors and embeddings, which Muon does not suit."""
+
+    def numbers(path: Any, x: Any) -> optax.contrib.MuonDimensionNumbers | None:
+        if x.ndim < 2 or "embedding" in jax.tree_util.keystr(path):
+            return None
+        return optax.contrib.MuonDimensionNumbers(0, tuple(range(1, x.ndim)))  # heads side by side
+
+    return jax.tree.map_with_path(numbers, params)
+
+
+def mean_of(
+    code: str,
+    family: Family,
+    tx: Callable[[Hyper, Schedule], optax.GradientTransformation],
+    dtype: Any = jnp.float32,
+) -> Contender:
     """An optimizer of the mean gradient."""
+    averaged = reference_baselines.averaged if dtype == jnp.float32 else averaged_in_bfloat16
     return Contender(
         code, OTHER, family,
-        lambda h, rate: reference_baselines.averaged(falling(direction(h), h, rate)),
-        lambda h, rate, workers: lc.global_gradients(
-            falling(direction(h), h, rate), dtype, workers=workers
-        ),
+        lambda h, rate: averaged(tx(h, rate)),
+        lambda h, rate, workers: lc.global_gradients(tx(h, rate), dtype, workers=workers),
     )  # fmt: skip
+
+
+def averaged_in_bfloat16(tx: optax.GradientTransformation) -> Simulator:
+    """The mean of gradients that travel in bfloat16, and an optimizer of it."""
+    mean = reference_baselines.averaged(tx)
+
+    def update(grads: Any, *state: Any) -> Any:
+        # A compiler may leave out a cast there and back.
+        rounded = jax.tree.map(lambda g: jax.lax.reduce_precision(g, 8, 7), grads)
+        return mean.update(rounded, *state)
+
+    return Simulator(mean.init, update)
 
 
 def voting(code: str, family: Family, simulated: Any, made: Any) -> Contender:
@@ -186,24 +227,43 @@ def owned(code: str, family: Family, direction: Any, reply_bits: int | None) -> 
     )  # fmt: skip
 
 
-def power(rank: int) -> Contender:
+class Inner(NamedTuple):
+    """An optimizer that others are built around.
+
+    Attributes:
+      code: how it is written in a program.
+      family: of its rate and betas.
+      tx: ``(Hyper, Schedule) -> optimizer``.
+    """
+
+    code: str
+    family: Family
+    tx: Callable[[Hyper, Schedule], optax.GradientTransformation]
+
+
+ADAMW = Inner("optax.adamw(...)", ADAM, adamw)
+AROUND_MUON = Inner("optax.contrib.muon(...)", MUON, muon)
+
+
+def power(rank: int, inner: Inner = ADAMW) -> Contender:
     return Contender(
-        f"baselines.powersgd(optax.adamw(...), {rank})", OTHER, ADAM,
-        lambda h, rate: reference_power.powersgd(adamw(h, rate), rank),
-        lambda h, rate, workers: baselines.powersgd(adamw(h, rate), rank, workers=workers),
+        f"baselines.powersgd({inner.code}, {rank})", OTHER, inner.family,
+        lambda h, rate: reference_power.powersgd(inner.tx(h, rate), rank),
+        lambda h, rate, workers: baselines.powersgd(inner.tx(h, rate), rank, workers=workers),
     )  # fmt: skip
 
 
 def local_updates(
     code: str, side: str, steps: int, simulated: Callable[[], Simulator],
-    made: Callable[[Any], optax.GradientTransformation],
+    made: Callable[[Any], optax.GradientTransformation], inner: Inner = ADAMW,
 ) -> Contender:  # fmt: skip
-    """Workers that take steps of AdamW on their own, and what they share of how far they came."""
+    """Workers that take steps on their own, and what they share of how far they came."""
     return Contender(
-        f"make_train_step(..., {code}, local_steps={steps}, local=optax.adamw(...))", side, ADAM,
+        f"make_train_step(..., {code}, local_steps={steps}, local={inner.code})",
+        side, inner.family,
         lambda h, rate: simulated(),
         lambda h, rate, workers: made(workers),
-        steps, adamw,
+        steps, inner.tx,
     )  # fmt: skip
 
 
@@ -221,8 +281,8 @@ def warmup_of(rate: Schedule) -> int:
 MEAN = optax.sgd(1.0)  # of how far workers came
 
 CONTENDERS: dict[str, Contender] = {
-    "lion": mean_of("global_gradients(optax.lion(...))", LION, lion),
-    "adamw": mean_of("global_gradients(optax.adamw(...))", ADAM, adam),
+    "lion": mean_of("global_gradients(optax.lion(...))", LION, lionw),
+    "adamw": mean_of("global_gradients(optax.adamw(...))", ADAM, adamw),
     "vote": voted("lion_cub(...)"),
     "owner-lion": owned("owner_lion(...)", LION, lion, None),
     "owner-adamw": owned("owner_adamw(...)", ADAM, adam, 2),
@@ -243,23 +303,12 @@ CONTENDERS: dict[str, Contender] = {
 }  # fmt: skip
 
 
-def averaged_in_bfloat16(tx: optax.GradientTransformation) -> Simulator:
-    """The mean of gradients that travel in bfloat16, and an optimizer of it."""
-    mean = reference_baselines.averaged(tx)
-
-    def update(grads: Any, *state: Any) -> Any:
-        rounded = jax.tree.map(lambda g: g.astype(jnp.bfloat16).astype(g.dtype), grads)
-        return mean.update(rounded, *state)
-
-    return Simulator(mean.init, update)
-
-
-def outer(rate: float, momentum: float) -> Contender:
+def outer(rate: float, momentum: float, inner: Inner = ADAMW) -> Contender:
     """DiLoCo whose differences travel in codes of 4 bits."""
     return local_updates(
         f"baselines.diloco({rate}, {momentum}, bits=4)", OTHER, 32,
         lambda: reference_baselines.diloco(rate, momentum, 4),
-        lambda workers: baselines.diloco(rate, momentum, 4, workers=workers),
+        lambda workers: baselines.diloco(rate, momentum, 4, workers=workers), inner,
     )  # fmt: skip
 
 
@@ -269,14 +318,15 @@ TWO_BITS = voted(
     coding.midrise(2),
     quantizer=lc.quantize.midrise(2),
 )
-BFLOAT16 = mean_of(
-    "global_gradients(optax.adamw(...), 'bfloat16')", ADAM, adam, "bfloat16"
-)._replace(simulated=lambda h, rate: averaged_in_bfloat16(adamw(h, rate)))
-# Outer optimizers that are tried, once the rest of DiLoCo is tuned.
+BFLOAT16 = mean_of("global_gradients(optax.adamw(...), 'bfloat16')", ADAM, adamw, "bfloat16")
+# Outer optimizers that are tried, once the rest of DiLoCo is tuned, by the method that is tuned.
 OUTERS = {
-    "diloco-32-coded": outer(0.7, 0.9),
-    "diloco-32-coded-6": outer(0.7, 0.6),
-    "diloco-32-coded-3": outer(1.0, 0.3),
+    name: {
+        name: outer(0.7, 0.9, inner),
+        f"{name}-6": outer(0.7, 0.6, inner),
+        f"{name}-3": outer(1.0, 0.3, inner),
+    }
+    for name, inner in {"diloco-32-coded": ADAMW, "diloco-32-muon": AROUND_MUON}.items()
 }
 # Those that run in longer runs only, beside some of the above.
 LONG: dict[str, Contender] = {
@@ -289,7 +339,13 @@ LONG: dict[str, Contender] = {
         ),
         lambda workers: baselines.diloco(1.0, 0, 4, workers=workers),
     ),
-    **OUTERS,
+    **OUTERS["diloco-32-coded"],
+    "muon": mean_of(f"global_gradients({AROUND_MUON.code})", MUON, muon),
+    "muon-bfloat16": mean_of(
+        f"global_gradients({AROUND_MUON.code}, 'bfloat16')", MUON, muon, "bfloat16"
+    ),
+    "powersgd-8-muon": power(8, AROUND_MUON),
+    **OUTERS["diloco-32-muon"],
     "adamw-micro-4": BFLOAT16._replace(accumulate=4),
     "adamw-micro-16": BFLOAT16._replace(accumulate=16),
     "vote-micro-4": CONTENDERS["vote"]._replace(accumulate=4),

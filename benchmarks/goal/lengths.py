@@ -25,12 +25,14 @@ METHODS = (
     "adamw-micro-4", "vote-micro-4", "powersgd-4", "powersgd-16", "local-8-coded", "diloco-32-coded",
     "one-bit-adam", "adamw-micro-16", "vote-micro-16",
 )  # fmt: skip
+MUONS = "muon", "powersgd-8-muon", "diloco-32-muon", "muon-bfloat16"
 # Whose rate of 256 steps a method begins with that did not run there.
 LIKE = {
     "vote-2-bits": "vote",
     "powersgd-8": "powersgd-16", "local-8-coded": "local-2-coded", "diloco-32-coded": "local-2-coded",
     "adamw-micro-4": "adamw", "adamw-micro-16": "adamw",
     "vote-micro-4": "vote", "vote-micro-16": "vote",
+    "muon-bfloat16": "muon", "powersgd-8-muon": "muon", "diloco-32-muon": "muon",
 }  # fmt: skip
 BEST = "powersgd-16", "local-8-coded"  # ranks, and local steps, of least loss after 1,024 steps
 FACTORS = {"vote-mean": (2.0, 4.0)}  # of the rate of one whose updates are smaller than 1
@@ -47,6 +49,7 @@ class Job(NamedTuple):
       factors: of the rate that was best in 1,024 steps, tried on seed 0; empty for the four tuning runs.
       seeds: of the best choice.
       like: whose best choice in 1,024 steps it takes, where not its own; the decay stays as strong.
+      data: "alike", or "different": that begins with the best choice of as many steps of the other.
     """
 
     contender: str
@@ -56,47 +59,54 @@ class Job(NamedTuple):
     factors: tuple[float, ...] = ()
     seeds: int = SEEDS
     like: str = ""
+    data: str = "alike"
 
 
 SIZED = "adamw", "vote", "owner-adamw", "lion"  # methods of the ladder of sizes
 # The jobs of each part, those that others need first.
 PARTS: dict[str, list[Job]] = {
-    "1024": [Job(name, 1024) for name in METHODS],
+    "1024": [Job(name, 1024) for name in (*METHODS, *MUONS)],
     "reason": [
         Job(name, 1024, factors=FACTORS.get(name, (1.0,)), like="lion") for name in REASONS
     ],
     "tokens": [
         *(
             Job(name, 512, tokens=2048, factors=(1.0, 1.41))
-            for name in ("adamw", "vote", "owner-adamw", "owner-lion", "powersgd-16")
+            for name in ("adamw", "vote", "owner-adamw", "owner-lion", "powersgd-16", *MUONS[:2])
         ),
         Job("adamw", 256, tokens=2048, factors=(1.41, 2.0)),  # the other end of its line
     ],
     "4096": [
         Job(name, 4096, factors=(0.5, 0.25), seeds=2)
         for name in ("adamw", "vote", "owner-adamw", "lion", *BEST)
-    ],
+    ]
+    + [Job(name, 4096, factors=(1.0, 0.5), seeds=2) for name in MUONS[:2]],
     "ladder": [
         *(
             Job(name, 1024, width=width, factors=(2.0, 1.0, 0.5), seeds=2)
-            for width in (64, 256) for name in SIZED
+            for width in (64, 256) for name in (*SIZED, "muon")
         ),
-        *(Job(name, 1024, width=384, factors=(1.0, 0.5), seeds=1) for name in SIZED[:3]),
+        *(Job(name, 1024, width=384, factors=(1.0, 0.5), seeds=1) for name in (*SIZED[:3], "muon")),
     ],
-    "256": [Job(name, STEPS) for name in ("powersgd-8", "adamw-micro-4", "vote-micro-4")],
+    "256": [
+        Job(name, STEPS) for name in ("powersgd-8", "adamw-micro-4", "vote-micro-4", *MUONS[:3])
+    ],
+    "different": [
+        Job(name, STEPS, factors=(1.0,), seeds=2, data="different") for name in MUONS[:1]
+    ],
 }  # fmt: skip
 
 
 def run(job: Job, once: report.Once, short: Rows) -> None:
-    """Tunes the method and runs its seeds; ``short`` are the rows of 256 steps."""
+    """Tunes the method and runs its seeds; ``short`` are rows of 256 steps that another file has."""
     name = job.contender
 
     def ran(part: str, name: str, hyper: Hyper, seed: int) -> float:
         size = job.steps, job.width
-        return last(once.run(Run(part, name, job.tokens, WORKERS, "alike", *hyper, seed, *size)))
+        return last(once.run(Run(part, name, job.tokens, WORKERS, job.data, *hyper, seed, *size)))
 
     if job.factors:
-        best = best_of(once.rows(), job.like or name)
+        best = best_of(once.rows(), job.like or name, 1024 if job.data == "alike" else job.steps)
         tried = [
             best._replace(
                 rate=tuning.rounded(best.rate * f), decay=best.decay / (f if job.like else 1)
@@ -105,21 +115,28 @@ def run(job: Job, once: report.Once, short: Rows) -> None:
         ]
         hyper = min(tried, key=lambda h: ran("curve", name, h, 0))
     else:
-        start = first(job, short)
         family = contender_named(name).family
+        start = first(job, [*short, *once.rows()])
         hyper = tuned(lambda h: ran("tuning", name, h, tuning.SEED), start, family)
         if name in OUTERS:
-            name = min(OUTERS, key=lambda one: ran("tuning", one, hyper, tuning.SEED))
+            name = min(OUTERS[name], key=lambda one: ran("tuning", one, hyper, tuning.SEED))
     for seed in range(job.seeds):
         ran("curve", name, hyper, seed)
 
 
-def first(job: Job, short: Rows) -> Hyper:
+def first(job: Job, known: Rows) -> Hyper:
     """The first hyperparameters of tuning."""
-    name = LIKE.get(job.contender, job.contender)
-    known = report.rows_of(short, part="curve", contender=name, tokens=TOKENS, workers=WORKERS)
-    hyper = hyper_of(next(row for row in known if row["data"] == "alike"))
     one = contender_named(job.contender)
+    name = LIKE.get(job.contender, job.contender)
+    short = [
+        row
+        for row in report.rows_of(
+            known, part="curve", contender=name, tokens=TOKENS, workers=WORKERS
+        )
+        if (row.get("steps", STEPS), row["data"], row.get("width", WIDTH))
+        == (STEPS, "alike", WIDTH)
+    ]
+    hyper = hyper_of(short[0]) if short else tuning.first(one.family)
     exchanges = job.steps // one.accumulate
     return hyper._replace(rate=tuning.rounded(hyper.rate * (STEPS / exchanges) ** 0.25))
 
@@ -137,17 +154,17 @@ def tuned(measure: Callable[[Hyper], float], start: Hyper, family: Family) -> Hy
     return min(losses, key=losses.__getitem__)
 
 
-def best_of(rows: Rows, name: str) -> Hyper:
-    """The best hyperparameters of 1,024 steps.
+def best_of(rows: Rows, name: str, steps: int) -> Hyper:
+    """The best hyperparameters of so many steps.
 
     Raises:
       ValueError: where that part has not run.
     """
     known = report.rows_of(
-        rows, part="curve", contender=name, steps=1024, tokens=TOKENS, width=WIDTH
+        rows, part="curve", contender=name, steps=steps, tokens=TOKENS, width=WIDTH, data="alike"
     )
     if not known:
-        raise ValueError(f"{name} has not run for 1,024 steps: run --part 1024 first")
+        raise ValueError(f"{name} has not run for {steps:,} steps: run --part {steps} first")
     return hyper_of(known[0])
 
 
@@ -162,7 +179,7 @@ def size_of(steps: int, tokens: int, width: int) -> float:
 def work_of(job: Job) -> float:
     """All runs of a job, as `size_of`."""
     tries = len(job.factors) + job.seeds - 1 if job.factors else 4 + job.seeds
-    tries += len(OUTERS) - 1 if job.contender in OUTERS else 0
+    tries += len(OUTERS.get(job.contender, " ")) - 1
     return tries * size_of(job.steps, job.tokens, job.width)
 
 

@@ -14,7 +14,7 @@ import report
 from report import Rows
 
 from goal import lengths, pages
-from goal.contenders import REASONS
+from goal.contenders import OUTERS, REASONS
 from goal.curves import hyper_of, shapes
 from goal.lengths import TOKENS, WORKERS
 from goal.model import STEPS, WIDTH
@@ -24,8 +24,8 @@ from lioncub_jax.tools.plan import parameters_in
 GOAL = 0.03  # bits per byte behind float32 Lion, of the vote
 
 
-def setting(steps: int, tokens: int = TOKENS, width: int = WIDTH) -> Key:
-    return Key("alike", tokens, WORKERS, width, steps)
+def setting(steps: int, tokens: int = TOKENS, width: int = WIDTH, data: str = "alike") -> Key:
+    return Key(data, tokens, WORKERS, width, steps)
 
 
 LENGTHS = tuple(setting(steps) for steps in (STEPS, 1024, 4096))
@@ -229,8 +229,8 @@ class Study:
 
     def seeds_of(self, job: lengths.Job) -> int:
         """The number of seeds of a job that have run."""
-        rows = self.cell(setting(job.steps, job.tokens, job.width)).rows
-        names = lengths.OUTERS if job.contender in lengths.OUTERS else (job.contender,)
+        rows = self.cell(setting(job.steps, job.tokens, job.width, job.data)).rows
+        names = OUTERS.get(job.contender, (job.contender,))
         return max(len(rows.get(name, ())) for name in names)
 
     # --- Sentences
@@ -303,6 +303,7 @@ REMEDIES = {
 PARTS = {
     "1024": "1,024 steps", "reason": "why votes are behind Lion",
     "tokens": "512 steps of 2,048 tokens", "4096": "4,096 steps", "ladder": "sizes", "256": "256 steps",
+    "different": "data that differ",
 }  # fmt: skip
 OCTAVE = 12**-0.5  # error of a best rate that is known to an octave, as a logarithm to base 2
 
