@@ -23,7 +23,6 @@ from gpt import corpus, meshes
 from gpt.model import GPT, next_byte_loss
 
 import lioncub_jax as lc
-from lioncub_jax.tools import faults
 
 WORKERS, CONTEXT = 4, 64
 MODEL = {"layers": 4, "width": 384, "heads": 6, "context": CONTEXT}
@@ -43,7 +42,7 @@ def main() -> None:
     step = lc.make_train_step(loss, tx, workers)
     batch = corpus.draw(corpus.standard_library().train, 2 * WORKERS, CONTEXT, (0, 0))
     batch = layout.place(batch)
-    replicas = faults.Replicas(workers, every=args.every)
+    replicas = lc.audit.Replicas(workers, every=args.every)
     with (
         tempfile.TemporaryDirectory() as disk,
         lc.Checkpoints(disk, workers=workers) as saved,

@@ -2,7 +2,7 @@
 
     python examples/several_hosts.py --address host0:1234 --hosts 2 --index 0 --folder /shared/run
 
-Under Slurm, on a TPU pod, and under `lioncub lab`, leave the first three options out: JAX
+Under Slurm, on a TPU pod, and in the lab, leave the first three options out: JAX
 knows them there. docs/how_to/several_hosts.md has more.
 """
 

@@ -13,6 +13,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import lab
 import numpy as np
 import pytest
 from jax.sharding import AxisType
@@ -20,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
 from lioncub_jax.mesh.hosts import key_words
-from lioncub_jax.tools import lab
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Tests compile much and run little. So XLA is told not to optimise machine code, which takes a third of

@@ -25,7 +25,7 @@ LIMIT = 1200  # seconds; what takes longer hangs, and was noticed so
 MARK = "MUTANT_RUN"  # in the environment of all that a run starts, wherever it goes
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.M)
 
-# "#" a file of lioncub_jax, and words in the names of the test files that should see its mistakes;
+# "#" a file of lioncub_jax or benchmarks, and words in the names of tests that should see its mistakes;
 # "=" what is wrong; "-" the code, which stands there once; "+" the mistake, nothing where code is left out.
 MUTANTS = r"""
 # exchange/step.py: reference optimizer chains contract
@@ -677,7 +677,7 @@ MUTANTS = r"""
 - axes.platform(mesh) == "cpu"
 + axes.platform(mesh)
 
-# tools/faults/replicas.py: faults
+# audit/replicas.py: replicas
 = a tie of replicas passes for a majority
 - 2 * sizes.max() <= len(words)
 + 2 * sizes.max() < len(words)
@@ -742,12 +742,12 @@ MUTANTS = r"""
 - sends = sent(count) * length
 + sends = length
 
-# tools/lab/namespaces.py: lab
+# benchmarks/lab/namespaces.py: lab
 = a run ends with the code of the last worker that failed
 - if code and not exit_code:
 + if code:
 
-# tools/lab/group.py: lab
+# benchmarks/lab/group.py: lab
 = what the members of a group have started outlives it
 - os.killpg(member.process.pid, number)
 + os.kill(member.process.pid, number)
@@ -798,7 +798,8 @@ def mutants() -> list[Mutant]:
         if mark == "#":
             file, _, words = rest.partition(": ")
         elif mark == "=":
-            found.append(Mutant(rest, f"lioncub_jax/{file}", words.split(), [], []))
+            inside = "" if file.startswith("benchmarks/") else "lioncub_jax/"
+            found.append(Mutant(rest, f"{inside}{file}", words.split(), [], []))
         else:
             {"-": found[-1].old, "+": found[-1].new}[mark].append(rest)
     return found

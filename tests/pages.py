@@ -49,7 +49,8 @@ def cells(page):
 
 def run_commands(code, folder):
     """What each line says, one after the other; it begins with a dollar and must end well."""
-    (folder / "examples").symlink_to(ROOT / "examples")
+    for name in ("examples", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
     environment = dict(os.environ)
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     for line in code.replace("\\\n", " ").splitlines():

@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState as FlaxState
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_checkpoint import opened
-from test_faults import damaged
+from test_replicas import damaged
 
 import lioncub_jax as lc
 from lioncub_jax.mesh.checksum import checksums

@@ -19,7 +19,7 @@ from pages import ROOT
 
 import lioncub_jax as lc
 from lioncub_jax.audit import units
-from lioncub_jax.tools import cli, lab
+from lioncub_jax.tools import cli
 from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools.cli import examples, output, targets
 from lioncub_jax.tools.cli import plan as plan_command
@@ -292,7 +292,7 @@ def test_models_are_counted_by_shape_without_being_made(numbers, model, size):
 
 
 REFUSED = """
- => plan | probe | bytes | lab
+ => plan | probe | bytes
 fly => invalid choice: 'fly'
 PLAN => give --model: a number of parameters such as 7B, or FILE.py:NAME to count them
 SIZED => no compute time: without it every speedup would look better than it is; give
@@ -324,7 +324,6 @@ GIVEN --data mine => invalid choice: 'mine' (choose from
 GIVEN --devices-per-worker 8 => 8 devices in a worker: give the Link between them, inside= (--inside
 GIVEN --inside-bandwidth 1tbit => --inside-bandwidth: it has no effect without
 GIVEN --work 9 => unrecognized arguments: --work 9
-GIVEN -- python => only lab takes a command
 PLAN --compute 1s --model divides.py:step => divides.py failed with ZeroDivisionError: division by zero
 PLAN --compute 1s --model exits.py:step => SystemExit: usage: none
 PLAN --compute 1s --model taken/json.py:text => give the file another name
@@ -387,61 +386,6 @@ def test_what_has_no_bytes_is_said_in_one_line(refused, program, line, words):
     assert words in refused(f"bytes {line}")
 
 
-# --- lab
-
-
-@pytest.fixture
-def fake_lab(monkeypatch):
-    """What the lab was asked for; it reports one failed worker."""
-    asked = {}
-
-    def run(network, command, **options):
-        options.pop("write")("0 | a line")
-        asked.update(options, network=network, command=command)
-        return lab.Report((lab.WorkerReport(7, 10, 20),), 1.5, 7)
-
-    monkeypatch.setattr(lab, "run", run)
-    return asked
-
-
-def test_the_lab_gets_all_options_and_its_exit_code_is_ours(fake_lab, capfd):
-    line = "lab --workers 4 --rate 100mbit --grace 2s -- python train.py --workers 3 -- x"
-    assert cli.main(argv_of(line)) == 7
-    command = ["python", "train.py", "--workers", "3", "--", "x"]
-    assert fake_lab == {"network": lab.Network(4, 1e8), "command": command, "grace": 2.0}
-    shown = capfd.readouterr().out
-    assert shown.startswith("0 | a line\n") and "exit code" in shown
-    assert cli.main(argv_of("lab --workers 2 -- true")) == 7
-    assert fake_lab == {"network": lab.Network(2), "command": ["true"], "grace": 10.0}
-
-
-def test_a_machine_that_cannot_run_the_lab_says_what_it_lacks(monkeypatch, capsys):
-    said = "no permission; do one of these:\n  - run as root"
-
-    def missing(*_, **__):
-        raise lab.LabError(said)
-
-    monkeypatch.setattr(lab, "run", missing)
-    assert cli.main(argv_of("lab --workers 2 -- true")) == 2
-    assert capsys.readouterr().err == f"error: {said}\n"
-
-
-NO_LABS = """
---workers 4 => the command behind --
--- true => give --workers
---workers 0 -- true => number '0'
---workers 2 --rate fast -- true => rate 'fast'
---workers 2 --grace 5 -- true => time '5'
---workers 2 true => unrecognized arguments: true
-"""
-
-
-@pytest.mark.parametrize(("line", "words"), rows_of(NO_LABS))
-def test_what_the_lab_cannot_run_is_said_in_one_line(fake_lab, refused, line, words):
-    assert words in refused(f"lab {line}")
-    assert not fake_lab
-
-
 # --- What is printed
 
 
@@ -451,7 +395,7 @@ def example_program():
     return lowered.compile(), mesh
 
 
-@pytest.mark.parametrize("command", ["", "plan", "bytes", "lab"])
+@pytest.mark.parametrize("command", ["", "plan", "bytes"])
 def test_the_examples_of_the_help_run(command, capsys, monkeypatch, tmp_path, example_program):
     """In this process, whose devices are there already: --devices would come too late."""
     monkeypatch.chdir(tmp_path)
@@ -464,11 +408,7 @@ def test_the_examples_of_the_help_run(command, capsys, monkeypatch, tmp_path, ex
     assert lines
     for line in lines:
         start, *argv = shlex.split(line.replace(f"--devices {len(jax.devices())}", ""))
-        try:
-            assert (start, cli.main(argv)) == ("lioncub", 0), line
-        except SystemExit:
-            assert argv[0] == "lab", line
-            pytest.skip(capsys.readouterr().err)
+        assert (start, cli.main(argv)) == ("lioncub", 0), line
         assert capsys.readouterr().out, line
 
 

@@ -9,7 +9,7 @@ from conftest import run_python
 from pages import ROOT, cells
 
 import lioncub_jax as lc
-from lioncub_jax.tools import cli, faults, lab, plan, probe
+from lioncub_jax.tools import cli, plan, probe
 
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("*.md")])
 API = "".join(page.read_text() for page in ROOT.glob("docs/reference/api/*.md"))
@@ -62,7 +62,7 @@ def public():
     """Each public thing by its shortest name; a module's are those that its ``__all__`` lists."""
     spaces = {name: x for name in lc.__all__ if inspect.ismodule(x := getattr(lc, name))}
     names = [name for name in lc.__all__ if name not in spaces]
-    spaces |= {f"tools.{tool.__name__.split('.')[-1]}": tool for tool in (faults, lab, plan, probe)}
+    spaces |= {f"tools.{tool.__name__.split('.')[-1]}": tool for tool in (plan, probe)}
     names += [f"{space}.{name}" for space, module in spaces.items() for name in module.__all__]
     found = {}
     for name in sorted(names, key=lambda name: (name.count("."), name)):
@@ -156,7 +156,7 @@ def test_the_tutorial_runs_counts_bytes_and_comes_close_to_float32(steps, nats):
     assert "votes/agreement" in done.stdout and "Do not use this" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["plan --explain", "probe", "bytes", "lab"])
+@pytest.mark.parametrize("command", ["plan --explain", "probe", "bytes"])
 def test_the_page_of_commands_shows_their_help(command, capsys, monkeypatch):
     page = (ROOT / "docs/reference/commands.md").read_text()
     monkeypatch.setenv("COLUMNS", "100")

@@ -16,7 +16,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.tools import faults
 
 PARAMS = {"w": np.arange(6, dtype="f").reshape(3, 2) / 8, "b": np.float32(0.5)}
 ONES = np.ones((8, 3), np.float32)
@@ -357,7 +356,7 @@ CALLS = {
     "make_train_step": functools.partial(lc.make_train_step, loss, cub()),
     "on_mesh": functools.partial(lc.on_mesh, cub()),
     "worker_value_and_grad": functools.partial(lc.worker_value_and_grad, loss),
-    "Replicas": faults.Replicas,
+    "Replicas": lc.audit.Replicas,
     "overlap_options": lc.training.overlap_options,
 }
 

@@ -16,11 +16,11 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import lab
 import pytest
 from conftest import soon
+from lab import command
 from pages import ROOT
-
-from lioncub_jax.tools import lab
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 ONE, TWO = lab.Network(1), lab.Network(2)
@@ -327,7 +327,7 @@ STAYS = """
 import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from lioncub_jax.tools import lab
+import lab
 print("imported", flush=True)
 report = lab.run(lab.Network(3, rate=1e8), ["sh", "-c", "echo up; setsid sleep 80 & sleep 81"])
 sys.exit(report.exit_code)
@@ -349,7 +349,7 @@ QUICK = {"terminate", "kill"}
 )
 def test_nothing_is_left_of_a_lab_that_is_stopped(stop, clean, tmp_path):
     way, number, code = STOPS[stop]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks"), "TMPDIR": str(tmp_path)}
     with clean():
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", STAYS], env=environment, stdout=subprocess.PIPE,
@@ -373,3 +373,62 @@ def test_a_lab_whose_inside_is_killed_says_so(run):
 
     with pytest.raises(lab.LabError, match="killed"):
         run(TWO, ["sh", "-c", "[ $RANK = 0 ] && echo up; sleep 82"], write=kill_inside)
+
+
+# --- The command
+
+
+@pytest.fixture
+def fake_lab(monkeypatch):
+    """What the lab was asked for; it reports one failed worker."""
+    asked = {}
+
+    def run(network, command, **options):
+        options.pop("write")("0 | a line")
+        asked.update(options, network=network, command=command)
+        return lab.Report((lab.WorkerReport(7, 10, 20),), 1.5, 7)
+
+    monkeypatch.setattr(lab.network, "run", run)
+    return asked
+
+
+def test_the_command_gives_all_options_and_ends_with_the_exit_code_of_a_worker(fake_lab, capfd):
+    line = "--workers 4 --rate 100mbit --grace 2s -- python train.py --workers 3 -- x"
+    assert command.main(line.split()) == 7
+    words = ["python", "train.py", "--workers", "3", "--", "x"]
+    assert fake_lab == {"network": lab.Network(4, 1e8), "command": words, "grace": 2.0}
+    shown = capfd.readouterr().out
+    assert shown == "0 | a line\nworker 0: exit code 7, sent 10 bytes, received 20\n"
+    assert command.main(["--workers", "2", "--", "true"]) == 7
+    assert fake_lab == {"network": lab.Network(2), "command": ["true"], "grace": 10.0}
+
+
+def test_a_machine_that_cannot_run_the_lab_says_what_it_lacks(monkeypatch, capsys):
+    said = "no permission; do one of these:\n  - run as root"
+
+    def missing(*_, **__):
+        raise lab.LabError(said)
+
+    monkeypatch.setattr(lab.network, "run", missing)
+    assert command.main(["--workers", "2", "--", "true"]) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"
+
+
+@pytest.mark.parametrize(
+    "line", ["--workers 4", "-- true", "--workers 0 -- true", "--workers 2 --rate fast -- true"]
+)
+def test_what_the_command_cannot_run_is_refused(fake_lab, capsys, line):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(line.split())
+    assert "usage: lab" in capsys.readouterr().err and not fake_lab
+
+
+def test_the_page_and_the_help_show_commands_that_run(machine, tmp_path):
+    """By a shell that stands in the clone."""
+    lines = command.EPILOG.split("examples:\n")[1].splitlines()
+    assert len(lines) == 3
+    for line in lines:
+        line = line.strip().replace("python benchmarks", f"{sys.executable} {ROOT}/benchmarks")
+        done = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0 and "worker 1: exit code 0" in done.stdout, done
+    assert (tmp_path / "1.log").read_text() == "worker 1\n"

@@ -5,13 +5,14 @@ import json
 import sys
 
 import jax
+import lab
 import numpy as np
 import pytest
 from conftest import mesh_on
 
 import lioncub_jax as lc
-from lioncub_jax.tools import lab, probe
 from lioncub_jax.tools import plan as planner
+from lioncub_jax.tools import probe
 from lioncub_jax.tools.cli import examples, output
 
 DELAY = 0.025

@@ -32,14 +32,13 @@ from conftest import normal, run_python, workers_on
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_faults import damaged
+from test_replicas import damaged
 
 import lioncub_jax as lc
 from lioncub_jax.checkpoint import files, stop_on_sigterm
 from lioncub_jax.checkpoint.layout import paths_of
 from lioncub_jax.exchange.layout import Flat
 from lioncub_jax.mesh import hosts as processes
-from lioncub_jax.tools import faults
 
 SECONDS = 600  # until something hangs
 SEED = 2026
@@ -459,9 +458,9 @@ def heal(folder):
     workers, wanted = workers_of(4), np.arange(6, dtype=np.float32)
     x = processes.put(wanted, NamedSharding(workers.mesh, P()))
     x = damaged(x, workers.mesh.devices.flat[2].id)
-    replicas = faults.Replicas(workers, every=1)
+    replicas = lc.audit.Replicas(workers, every=1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", faults.ReplicaHealed)
+        warnings.simplefilter("ignore", lc.audit.ReplicaHealed)
         healed = replicas({"x": x})["x"]
     assert [(d.leaf, d.worker) for d in replicas.differences] == [("['x']", 2)]
     assert all((shard.data == wanted).all() for shard in healed.addressable_shards)

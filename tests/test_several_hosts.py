@@ -8,11 +8,10 @@ import subprocess
 import sys
 import textwrap
 
+import lab
 import pytest
 from conftest import run_python
 from pages import ROOT, block, blocks, run_commands
-
-from lioncub_jax.tools import lab
 
 PAGE = "how_to/several_hosts.md"
 SCRIPT = ROOT / "examples/several_hosts.py"

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import lab
+
 from goal.contenders import CONTENDERS, Contender
 from lioncub_jax.audit import units
-from lioncub_jax.tools import lab
 
 UNSHAPED = "unshaped"
 RATES = (UNSHAPED, "1gbit", "100mbit")

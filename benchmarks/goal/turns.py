@@ -77,4 +77,4 @@ def sent_bytes() -> int:
         name, _, counters = line.partition(":")
         if name.strip() == INTERFACE:
             return int(counters.split()[8])
-    raise ValueError(f"no interface {INTERFACE} here: start this program by `lioncub lab`")
+    raise ValueError(f"no interface {INTERFACE} here: start this program in the lab")

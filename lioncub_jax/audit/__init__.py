@@ -1,10 +1,15 @@
-"""Bytes of a step, predicted and compiled, and programs that would send more than votes."""
+"""Bytes of a step, predicted and compiled; programs that send more than votes; replicas that differ."""
 
 from lioncub_jax.audit.compiled import collectives, sent_bytes
 from lioncub_jax.audit.predicted import Traffic, float32_all_reduce_bytes, of
+from lioncub_jax.audit.replicas import Difference, ReplicaHealed, Replicas, ReplicasDiffer
 from lioncub_jax.audit.watch import check_votes, declared, mode
 
 __all__ = [
+    "Difference",
+    "ReplicaHealed",
+    "Replicas",
+    "ReplicasDiffer",
     "Traffic",
     "check_votes",
     "collectives",

@@ -1,8 +1,7 @@
-"""The command line: ``lioncub plan | probe | bytes | lab``.
+"""The command line: ``lioncub plan | probe | bytes``.
 
 A command ends with 0, or with 2 and a line that says what was given, what is allowed and what to
-do; ``lab`` ends with the exit code of the command that it ran. Ctrl-C ends with 130, and
-a reader that closed the pipe with 141, as it would end a program in C.
+do. Ctrl-C ends with 130, and a reader that closed the pipe with 141, as it would end a program in C.
 """
 
 import argparse
@@ -12,7 +11,6 @@ from typing import Any, NoReturn
 
 import lioncub_jax
 from lioncub_jax.tools.cli import bytes as bytes_command
-from lioncub_jax.tools.cli import lab as lab_command
 from lioncub_jax.tools.cli import output
 from lioncub_jax.tools.cli import plan as plan_command
 from lioncub_jax.tools.cli import probe as probe_command
@@ -23,27 +21,22 @@ LONGEST_MESSAGE = 900  # XLA's may have thousands of lines
 
 _DESCRIPTION = """\
 Data-parallel Lion for JAX whose workers exchange about one bit per parameter:
-what it would gain, what your machines reach, what a compiled step sends, and a
-slow network to try it on."""
+what it would gain, what your machines reach, and what a compiled step sends."""
 
 _EPILOG = """\
 exit codes:
-  0, or 2 and a line that says what was wrong; 130 after Ctrl-C; lab ends with the
-  code of the command that it ran
+  0, or 2 and a line that says what was wrong; 130 after Ctrl-C
 
 examples:
   lioncub plan --model 124M --workers 8 --bandwidth 1gbit --compute 144ms \\
       --tokens-per-worker 8192
-  lioncub bytes lioncub_jax.tools.cli.examples:lowered --devices 8
-  lioncub lab --workers 2 --rate 100mbit -- hostname"""
+  lioncub bytes lioncub_jax.tools.cli.examples:lowered --devices 8"""
 
 _COMMANDS = {
     "plan": plan_command,
     "probe": probe_command,
     "bytes": bytes_command,
-    "lab": lab_command,
 }
-_STARTING = ("lab",)  # a command of the user's
 
 
 class _Parser(argparse.ArgumentParser):
@@ -83,21 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(given: list[str]) -> int:
-    end = given.index("--") if "--" in given else len(given)
-    command = _parser("--explain" in given[:end])
+    command = _parser("--explain" in given)
     try:
-        args = command.parse_args(given[:end])
+        args = command.parse_args(given)
         command = args.parser
-        # argparse itself would mix up the options of the lab's command.
-        args.words = given[end + 1 :]
-        if args.name in _STARTING:
-            if not (args.workers and args.words):
-                raise ValueError(
-                    f"give --workers, and the command behind --: {args.name} --workers 4 -- COMMAND"
-                )
-        elif args.words:
-            words = " ".join(args.words)
-            raise ValueError(f"-- {words}: only lab takes a command; leave it out")
         return int(_COMMANDS[args.name].run(args))
     except (ValueError, ImportError) as error:
         message = str(error)
@@ -117,13 +99,12 @@ def _parser(explain: bool) -> _Parser:
     version = f"lioncub_jax {lioncub_jax.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(
-        title="commands", required=True, metavar="plan | probe | bytes | lab"
+        title="commands", required=True, metavar="plan | probe | bytes"
     )
     for name, module in _COMMANDS.items():
         command = commands.add_parser(
             name, help=module.SUMMARY, description=module.DESCRIPTION, epilog=module.EPILOG,
             formatter_class=raw, allow_abbrev=False,
-            usage=f"lioncub {name} [options] -- COMMAND..." if name in _STARTING else None,
         )  # fmt: skip
         for option, how, words in module.OPTIONS:
             hidden = module is plan_command and option in plan_command.DETAILS and not explain

@@ -66,14 +66,3 @@ def write(text: str) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         error.filename = "standard output"
         raise
-
-
-def write_line(line: str) -> None:
-    """A line of a worker, at once; a thread that waits here for a reader does not hold up the end.
-
-    Raises:
-      OSError: where standard output takes no more.
-    """
-    data = f"{line}\n".encode(errors="replace") if sys.stdout else b""
-    while data:
-        data = data[os.write(1, data) :]

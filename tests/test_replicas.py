@@ -11,7 +11,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.tools import faults
 
 
 def damaged(x, device, at=0, flip=1 << 30):
@@ -57,11 +56,11 @@ def test_a_flipped_bit_is_named_and_healed(sizes, kind, spec, axis):
     key = jax.device_put(jax.random.key(7), NamedSharding(mesh, P()))
     whole["key"] = jax.random.key_data(key)
     state["key"] = jax.random.wrap_key_data(damaged(whole["key"], 0))
-    replicas = faults.Replicas(lc.Workers(mesh, axis), every=2)
+    replicas = lc.audit.Replicas(lc.Workers(mesh, axis), every=2)
     assert replicas(state) is state and not replicas.differences, (
         "the first call of two compares nothing"
     )
-    with pytest.warns(faults.ReplicaHealed, match="has the majority's copy now") as warned:
+    with pytest.warns(lc.audit.ReplicaHealed, match="has the majority's copy now") as warned:
         healed = replicas(state)
     inner = mesh.shape.get("tp", 1)
     wrong = [(f"['{k}']", 3 // inner, 3) for k in DTYPES]
@@ -74,18 +73,18 @@ def test_a_flipped_bit_is_named_and_healed(sizes, kind, spec, axis):
     replicas.check(healed)
     assert len(replicas.differences) == len(found)
     told = r"a replica is wrong: .* on worker .* and heal=False.*checkpoint of before"
-    with pytest.raises(faults.ReplicasDiffer, match=told):
-        faults.Replicas(lc.Workers(mesh, axis), every=1, heal=False)(state)
+    with pytest.raises(lc.audit.ReplicasDiffer, match=told):
+        lc.audit.Replicas(lc.Workers(mesh, axis), every=1, heal=False)(state)
 
 
 def test_without_a_majority_the_run_stops():
     x = jax.device_put(np.ones(4, np.float32), NamedSharding(mesh_on("data=2"), P()))
-    replicas = faults.Replicas(workers_on("data=2"), every=1)
+    replicas = lc.audit.Replicas(workers_on("data=2"), every=1)
     said = (
         r"which is right: after step 1 \['x'\] is the same on the workers of each list of \[\[0\], \[1\]\]"
         r"\. .*go back to a state or a checkpoint of before"
     )
-    with pytest.raises(faults.ReplicasDiffer, match=said):
+    with pytest.raises(lc.audit.ReplicasDiffer, match=said):
         replicas({"x": damaged(x, 1)})
     assert replicas.differences == []
 
@@ -97,11 +96,11 @@ def test_what_cannot_be_is_refused():
     four = workers_on("data=4")
 
     for said, call in [
-        ("every=0", lambda: faults.Replicas(four, every=0)),
+        ("every=0", lambda: lc.audit.Replicas(four, every=0)),
         ("compares workers, and there is one",
-         lambda: faults.Replicas(workers_on("data=1"))),
+         lambda: lc.audit.Replicas(workers_on("data=1"))),
         ("['w'] is not on the mesh of the workers",
-         lambda: faults.Replicas(four).check({"w": jnp.ones(3)})),
+         lambda: lc.audit.Replicas(four).check({"w": jnp.ones(3)})),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(said)):
             call()

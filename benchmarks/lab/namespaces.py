@@ -1,6 +1,6 @@
 """The hub of the lab, inside its namespaces: it makes the workers' networks and starts them.
 
-Started by `lioncub_jax.tools.lab` as a program and never imported; standard library only, so that it starts
+Started by `lab.network` as a program and never imported; standard library only, so that it starts
 at once. The hub is process 1 of a process namespace. When it ends, however it ends, the kernel kills
 every process of that namespace, and with the last one go the network namespaces, their links and the
 mounts: cleaning up does not depend on any code here.
@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lioncub_jax.tools.lab.group import Group, News, Output
+    from lab.group import Group, News, Output
 
 Plan = dict[str, Any]
 Spaces = tuple[int, int]  # descriptors of a network namespace and of one of host names
@@ -57,7 +57,7 @@ def tool(plan: Plan, name: str, *arguments: str, lines: list[str] | None = None)
 
 def hub() -> None:
     """Builds the network, starts the workers, and watches over them until they or the lab end."""
-    # A program's own folder is the first on the path: this is tools.lab.group, without the package.
+    # A program's own folder is the first on the path: this is `lab.group`.
     from group import Group, Output  # type: ignore[import-not-found]
 
     control = io.FileIO(0)

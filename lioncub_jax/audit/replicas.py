@@ -78,9 +78,9 @@ class Replicas:
         is not to be trusted: go back to a checkpoint.
 
     Example:
-      >>> from lioncub_jax.tools import faults
+      >>> import lioncub_jax as lc
       >>> def trained(step, state, batches, workers):
-      ...     replicas = faults.Replicas(workers, every=100)
+      ...     replicas = lc.audit.Replicas(workers, every=100)
       ...     for batch in batches:
       ...         state, metrics = step(replicas(state), batch)
       ...     return state

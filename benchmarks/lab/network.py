@@ -3,10 +3,7 @@
 Each worker has a network namespace of its own with one link to a bridge; both ends of the link are
 shaped by the kernel. Everything lives inside one process namespace that the kernel clears away with
 its first process, so nothing of the lab is ever in the machine's own network, file system or process
-list for longer than the run, whatever happens to it. `lioncub_jax.tools.lab.namespaces` is the inside.
-
-This module and its function `run` share a name: ``lioncub_jax.tools.lab.run`` is the function, and
-``from lioncub_jax.tools.lab.run import ...`` reads from the module.
+list for longer than the run, whatever happens to it. `lab.namespaces` is the inside.
 """
 
 import functools
@@ -21,12 +18,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from lioncub_jax.tools.lab.group import Output, caught
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from lab.group import Output, caught
 
 # Its own folder is the first on the path, and nothing there is the user's.
 INSIDE = [sys.executable, "-E", "-s", "-S", str(Path(__file__).with_name("namespaces.py"))]
@@ -63,13 +57,7 @@ PROXIES = {"http_proxy", "https_proxy", "grpc_proxy", "all_proxy"}
 
 
 class LabError(RuntimeError):
-    """The machine does not let the lab run: a tool, a permission or a part of the kernel is missing.
-
-    Example:
-      >>> raise LabError("there is no `tc`: install iproute2")
-      Traceback (most recent call last):
-      lioncub_jax.tools.lab.run.LabError: there is no `tc`: install iproute2
-    """
+    """The machine does not let the lab run: a tool, a permission or a part of the kernel is missing."""
 
 
 class Network(NamedTuple):
@@ -78,10 +66,6 @@ class Network(NamedTuple):
     Attributes:
       num_workers: at least one.
       rate: bits per second of each link, each way; None: as fast as it goes.
-
-    Example:
-      >>> Network(4, rate=100e6).rate
-      100000000.0
     """
 
     num_workers: int
@@ -95,10 +79,6 @@ class WorkerReport(NamedTuple):
       exit_code: as shells give it: 128 and its number for a signal.
       sent_bytes: over its link, headers included.
       received_bytes: likewise.
-
-    Example:
-      >>> WorkerReport(exit_code=0, sent_bytes=1500, received_bytes=1500).sent_bytes
-      1500
     """
 
     exit_code: int
@@ -113,10 +93,6 @@ class Report(NamedTuple):
       workers: the report of each.
       seconds: from the start of the commands to the end of the last.
       exit_code: 0, or that of the first worker that failed; 130 or 143: stopped.
-
-    Example:
-      >>> Report((WorkerReport(0, 10, 20),), seconds=1.0, exit_code=0).workers[0].received_bytes
-      20
     """
 
     workers: tuple[WorkerReport, ...]
@@ -154,12 +130,6 @@ def run(
     Raises:
       ValueError: for arguments out of range, or a command that is not there.
       LabError: where a tool, a permission or a part of the kernel is missing.
-
-    Example:
-      >>> run(Network(2, rate=100e6), ["hostname"])  # doctest: +SKIP
-      0 | worker0
-      1 | worker1
-      Report(workers=(WorkerReport(exit_code=0, ...
     """
     num_workers, rate = network
     most = SUBNET.num_addresses - 2
@@ -242,21 +212,6 @@ def _followed(
         killed = "The lab's inner process was killed, and with it all workers"
         raise LabError("\n".join(errors) or killed)
     return report
-
-
-def table(report: Report) -> "Table":
-    """A run for people.
-
-    Example:
-      >>> table(Report((WorkerReport(0, 1_369_000, 20),), 1.0, 0)).row_count
-      1
-    """
-    from rich.table import Table  # not needed for a run
-
-    out = Table("worker", "exit code", "sent bytes", "received bytes")
-    for index, numbers in enumerate(report.workers):
-        out.add_row(str(index), *(f"{number:,}" for number in numbers))
-    return out
 
 
 # --- Arguments
