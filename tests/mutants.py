@@ -180,9 +180,13 @@ MUTANTS = r"""
 - (num_workers * (2**p - 1)).bit_length()
 + (num_workers * (2**p - 1) - 1).bit_length()
 
-= in a half block the upper lanes of a row are not seen
-- (either | (either >> HALF_BLOCK)) & 0xFFFF
-+ either & 0xFFFF
+= in a part block the upper lanes of a row are not seen
+- either, bit = either | (either >> bit), bit // 2
++ bit //= 2
+
+= few numbers fill half a block for each worker
+- max(2, 1 << (rest - 1).bit_length()) if rest else 0
++ max(16, 1 << (rest - 1).bit_length()) if rest else 0
 
 = a zero takes the side that is the coin of its tie
 - _seed(num_steps, _ZEROS)

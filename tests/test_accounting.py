@@ -6,6 +6,7 @@ no public optimizer is made of, and workers of several devices.
 
 import runpy
 
+import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,9 +79,21 @@ def test_an_owner_answers_in_two_bits_whatever_it_runs_unless_a_reply_is_named()
 
 
 def test_small_models_pay_for_padding():
-    # Half a block, its row word, presence, and down the ties and pairs as well, for each other worker.
-    assert predict(shapes(10), 4096).sent_bytes == 4095 * 4 * ((64 + 1 + 1) + (64 + 1 + 4))
+    # Two rows, their row word, presence, and down the ties and pairs as well, for each other worker.
+    assert predict(shapes(10), 4096).sent_bytes == 4095 * 4 * ((8 + 1 + 1) + (8 + 1 + 4))
     assert 2 < predict(shapes(2**20), 64).bits_per_parameter / (63 / 64) <= 1.025 * 2
+
+
+# What travels in float32, and PowerSGD, of which small leaves do.
+FLOATS = {*contract.FLOATS, "owner, trace", "powersgd, 6 bits"}
+
+
+def test_an_adapter_sends_less_than_half_of_what_float32_means_do():
+    adapter = described((16, 4), (4, 24), (24, 4), (4, 16), (64,), (4, 32), (32, 4), (32,))
+    means = lc.audit.float32_all_reduce_bytes(672, 4)
+    for name in contract.TRANSFORMS.keys() - FLOATS:
+        found = lc.audit.of(contract.transform(name, AXIS), adapter, absent(4))
+        assert found.parameters == 672 and found.sent_bytes <= means / 2, name
 
 
 def test_bits_follow_from_the_bytes():

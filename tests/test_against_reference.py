@@ -22,7 +22,7 @@ import lioncub_jax as lc
 from lioncub_jax.baselines.terngrad import Total
 
 # Sizes around the edges of bytes, words and rows, a tree for each number of workers. Three workers own a
-# block and a half each, eight a half block.
+# block and two rows each, eight two rows.
 TREES = {
     1: {"scalar": (), "128": (128,), "empty": (0,), "1000": (1000,)},
     3: {"scalar": (), "12000": (12_000,), "129": (3, 43), "empty": (0,)},

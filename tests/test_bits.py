@@ -13,11 +13,11 @@ from lioncub_jax.exchange.message import BucketStats
 
 
 def key_words(x):
-    """``bool[..., rows, 128]`` to ``uint32[..., 4 rows]``, by numpy; a half block folds its lanes."""
+    """``bool[..., rows, 128]`` to ``uint32[..., 4 rows]``, by numpy; a part block folds its lanes."""
     whole = x.shape[-2] - x.shape[-2] % 32
     parts = [x[..., r : r + 32, :] for r in range(0, whole, 32)]
-    if whole < x.shape[-2]:
-        parts.append(np.concatenate([x[..., whole:, :64], x[..., whole:, 64:]], -2))
+    if n := x.shape[-2] - whole:
+        parts.append(np.concatenate(np.split(x[..., whole:, :], 32 // n, -1), -2))
     return np.concatenate([row_words_of(np.swapaxes(part, -1, -2))[..., 0] for part in parts], -1)
 
 
@@ -41,8 +41,10 @@ def numbers_of(planes, n):
 
 # --- Bits of elements, and of rows
 
+ROWS = [2, 16, 32, 36, 72]  # part blocks, a block, and both
 
-@pytest.mark.parametrize("rows", [16, 32, 80])  # a half block, a block, and both
+
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("p", "lead"), [(1, ()), (4, (3,)), (5, (1, 2)), (9, (2,))])
 def test_a_word_of_a_lane_has_a_bit_of_each_row_and_codes_come_back(rows, p, lead):
     codes = np.random.default_rng(rows).integers(0, 2**p, (*lead, rows, 128), np.uint32)
@@ -54,7 +56,7 @@ def test_a_word_of_a_lane_has_a_bit_of_each_row_and_codes_come_back(rows, p, lea
         assert packed[0].dtype == jnp.uint32 and found.dtype == kind
 
 
-@pytest.mark.parametrize("rows", [16, 32, 80])
+@pytest.mark.parametrize("rows", ROWS)
 def test_row_words_hold_a_bit_of_each_row(rows):
     rng = np.random.default_rng(rows)
     x = rng.random((3, rows, 128)) < rng.choice([0, 0.01, 1], (3, rows, 1))

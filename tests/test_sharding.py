@@ -81,7 +81,7 @@ class Bucket(NamedTuple):
 def chunk_rows(sizes, parts):
     """How many rows each of so many parts takes of leaves that are joined in one buffer."""
     rows = coding.buffer_of([np.zeros((1, size)) for size in sizes]).rows
-    return coding.round_up(-(-sum(rows) // parts), 32 if max(rows) > coding.BIG else 16)
+    return coding.chunk_rows(sum(rows), parts, max(rows) > coding.BIG)
 
 
 def buckets_of(sizes, specs, workers):
@@ -130,11 +130,11 @@ def expected(oracle, workers, specs, grads, absent):
 def run_reference(simulator, grads, absent, first_words, slice_rows):
     """Updates ``[steps, ...]``; ties, alike pairs and pairs ``[steps, 3]``; compiled once for a shape."""
 
-    def places(rows, workers, unit):
+    def places(rows, workers, big):
         if len(first_words) == 1:
-            return coding.words(rows, workers, unit, first_words[0])
-        unit = 32 if slice_rows > 512 else 16
-        slices = [coding.words(slice_rows, workers, unit, first) for first in first_words]
+            return coding.words(rows, workers, big, first_words[0])
+        big = slice_rows > coding.BIG
+        slices = [coding.words(slice_rows, workers, big, first) for first in first_words]
         return [jnp.concatenate(x)[:rows] for x in zip(*slices, strict=True)]
 
     params = jax.tree.map(lambda g: jnp.zeros(g.shape[2:]), grads)

@@ -3,8 +3,9 @@
 A *row* is 128 consecutive elements of a leaf, a *block* is 32 rows. A *word* is a uint32 that holds one
 bit of each of the 32 rows of a block: word ``j`` holds element ``j`` of each row, bit ``k`` that of row
 ``k``. So shifts never cross the 128 lanes, which are the lanes of a TPU register, of a GPU warp and of a
-CPU's vectors. Rows come in whole blocks; 16 rows may be left over, a *half block* of 64 words: bits 0 to
-15 are elements 0 to 63 of the rows, bits 16 to 31 elements 64 to 127.
+CPU's vectors. Rows come in whole blocks, and behind them may come a *part block* of n = 2, 4, 8 or 16
+rows, so that few numbers are few words: in ``4 n`` words, bits 0 to n - 1 are the first ``4 n`` elements of
+the rows, the next n bits the next ``4 n``.
 
 Codes of ``p`` bits are ``p`` *planes* of words: plane ``k`` holds bit ``k`` of every code. What is true of
 a whole row is one bit of a *row word*, ``uint32[blocks]``, bit ``k`` for row ``k``.
@@ -30,7 +31,6 @@ from lioncub_jax.mesh.checksum import mix
 
 ROW = kernels.LANES  # elements
 BLOCK = kernels.BLOCK  # rows, one bit of a word each
-HALF_BLOCK = BLOCK // 2
 WORDS_PER_ROW = ROW // BLOCK  # on average: a block of 32 rows takes 128 words
 
 # The adders of up to this many workers are unrolled into one fused loop. More workers are added in
@@ -54,6 +54,18 @@ def round_up(n: int, multiple: int) -> int:
     return divide_up(n, multiple) * multiple
 
 
+def whole_rows(rows: int) -> int:
+    """The least number of rows that is no smaller, of whole blocks and at most one part block.
+
+    Example:
+      >>> from lioncub_jax.exchange import bits
+      >>> [bits.whole_rows(n) for n in (1, 3, 16, 17, 33)]
+      [2, 4, 16, 32, 34]
+    """
+    whole, rest = divmod(rows, BLOCK)
+    return whole * BLOCK + (max(2, 1 << (rest - 1).bit_length()) if rest else 0)
+
+
 def row_words(rows: int) -> int:
     """Words that hold one bit of each row."""
     return divide_up(rows, BLOCK)
@@ -69,7 +81,7 @@ def pack(codes: jax.Array, p: int = 1, zero_signs: jax.Array | None = None) -> l
     four bits of a code in a word; those are few, and are joined again to the planes.
 
     Args:
-      codes: bool, or uint32 below ``2**p``, ``[..., rows, 128]``; rows in whole or half blocks. With
+      codes: bool, or uint32 below ``2**p``, ``[..., rows, 128]``; rows as of `whole_rows`. With
         ``zero_signs`` the last bit marks an element that is not zero, and the others are its code.
       p: how many bits.
       zero_signs: ``uint32[..., 4 rows]``, the sign of each element that has no mark: where the bit is 1 it
@@ -132,19 +144,20 @@ def _pack_blocks(codes: jax.Array, p: int, zero_signs: jax.Array | None) -> list
 
 
 def _rows_in_blocks(x: jax.Array) -> list[jax.Array]:
-    """``[..., rows, 128]`` as ``[..., blocks, 32, 128]``, then a half block as ``[..., 1, 32, 64]``."""
+    """``[..., rows, 128]`` as ``[..., blocks, 32, 128]``, then a part block as ``[..., 1, 32, 4 n]``."""
     *lead, rows, _ = x.shape
     whole, parts = rows - rows % BLOCK, []
     if whole:
         parts.append(x[..., :whole, :].reshape(*lead, -1, BLOCK, ROW))
     if rows > whole:
-        halves = x[..., whole:, :].reshape(*lead, HALF_BLOCK, 2, ROW // 2)
-        parts.append(jnp.moveaxis(halves, -2, -3).reshape(*lead, 1, BLOCK, ROW // 2))
+        n = rows - whole
+        folds = x[..., whole:, :].reshape(*lead, n, BLOCK // n, -1)
+        parts.append(jnp.moveaxis(folds, -2, -3).reshape(*lead, 1, BLOCK, -1))
     return parts
 
 
 def _in_blocks(words: jax.Array, rows: int) -> list[jax.Array]:
-    """``[..., 4 rows]`` as ``[..., blocks, 128]``, then a half block as ``[..., 1, 64]``."""
+    """``[..., 4 rows]`` as ``[..., blocks, 128]``, then a part block as ``[..., 1, 4 n]``."""
     lead, split = words.shape[:-1], rows // BLOCK * ROW
     parts = [words[..., :split].reshape(*lead, -1, ROW)] if split else []
     return parts + ([words[..., None, split:]] if rows % BLOCK else [])
@@ -160,7 +173,7 @@ def unpack(planes: jax.Array | Sequence[jax.Array], rows: int) -> jax.Array:
 
     Args:
       planes: ``uint32[p, ..., 4 rows]``, or a list of ``p`` planes.
-      rows: in whole or half blocks.
+      rows: as of `whole_rows`.
 
     Returns:
       ``uint32[..., rows, 128]``, codes in ``[0, 2**p)``.
@@ -186,7 +199,7 @@ def unpack_stored(planes: Sequence[jax.Array], rows: int) -> jax.Array:
 
     Args:
       planes: ``uint32[..., 4 rows]`` each.
-      rows: in whole or half blocks.
+      rows: as of `whole_rows`.
 
     Returns:
       ``uint8[..., rows, 128]``, of more than 8 planes ``uint16``, of more than 16 ``uint32``.
@@ -204,8 +217,8 @@ def _bits(words: jax.Array, rows: int) -> jax.Array:
     for x in _in_blocks(words, rows):
         rows_of = (x[..., None, :] >> iota_along(BLOCK, -2, x.ndim + 1)) & 1
         if x.shape[-1] < ROW:
-            halves = rows_of.reshape(*lead, 2, HALF_BLOCK, ROW // 2)
-            rows_of = jnp.moveaxis(halves, -3, -2)
+            folds = rows_of.reshape(*lead, -1, rows % BLOCK, x.shape[-1])
+            rows_of = jnp.moveaxis(folds, -3, -2)
         parts.append(rows_of.reshape(*lead, -1, ROW))
     return jnp.concatenate(parts, -2)
 
@@ -246,7 +259,12 @@ def any_in_rows(words: jax.Array, rows: int) -> jax.Array:
     parts = []
     for x in _in_blocks(words, rows):
         either = lax.reduce_or(x, (x.ndim - 1,))
-        parts.append(either if x.shape[-1] == ROW else (either | (either >> HALF_BLOCK)) & 0xFFFF)
+        if x.shape[-1] < ROW:
+            n, bit = rows % BLOCK, BLOCK // 2
+            while bit >= n:
+                either, bit = either | (either >> bit), bit // 2
+            either &= 2**n - 1
+        parts.append(either)
     return _joined(parts, words.shape[:-1])
 
 
@@ -259,11 +277,14 @@ def over_rows(words: jax.Array, rows: int) -> jax.Array:
       >>> bits.over_rows(jnp.array([8], jnp.uint32), 32)[5:7].tolist()
       [8, 8]
     """
-    lead, whole = words.shape[:-1], rows // BLOCK
+    lead, (whole, n) = words.shape[:-1], divmod(rows, BLOCK)
     parts = [jnp.broadcast_to(words[..., :whole, None], (*lead, whole, ROW))]
-    if rows % BLOCK:
-        half = words[..., -1:] & 0xFFFF
-        parts.append(jnp.broadcast_to(half | (half << HALF_BLOCK), (*lead, ROW // 2)))
+    if n:
+        mine = 2**n - 1
+        folds = (words[..., -1:] & mine) * jnp.uint32(
+            0xFFFFFFFF // mine
+        )  # the n bits, again and again
+        parts.append(jnp.broadcast_to(folds, (*lead, n * WORDS_PER_ROW)))
     return _joined(parts, lead)
 
 

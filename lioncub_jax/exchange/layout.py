@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 
 from lioncub_jax.exchange import kernels, xla
-from lioncub_jax.exchange.bits import BLOCK, HALF_BLOCK, ROW, divide_up, round_up
+from lioncub_jax.exchange.bits import BLOCK, ROW, divide_up, round_up, whole_rows
 from lioncub_jax.exchange.kernels import SUBLANES
 from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.mesh.specs import flax_in_use
@@ -92,7 +92,7 @@ class BucketLayout(NamedTuple):
         does: each large leaf, then all small ones.
       large: whether any leaf is large.
       first_row: rows in the buckets before this one.
-      rows_per_chunk: rows of a chunk; whole blocks, or half a block more if no leaf is large.
+      rows_per_chunk: rows of a chunk; whole blocks, and if no leaf is large a part block, see `bits`.
       num_chunks: chunks of equal size, one for each worker; or of a bucket that a group shares one for each
         device, called the device's part.
       dtype: of the leaves, the widest if they differ.
@@ -206,7 +206,7 @@ def buckets(
       >>> from lioncub_jax.exchange import layout
       >>> bucket, = layout.buckets([jnp.zeros(129), jnp.zeros((2, 32))], num_chunks=2)
       >>> [(s.first_row, s.rows) for s in bucket.segments], bucket.rows_per_chunk
-      ([(0, 2), (2, 1)], 16)
+      ([(0, 2), (2, 1)], 2)
     """
     sizes = [math.prod(leaf.shape) for leaf in leaves]
     groups: dict[tuple[str, ...], list[list[int]]] = {}
@@ -245,7 +245,8 @@ def _place(leaves: Sequence[jax.Array], members: list[int], num_chunks: int) -> 
         first += rows
     pieces = [Piece((s,), s.first_row, s.rows, (0,)) for s in segments if s.rows > SMALL]
     large, small = bool(pieces), segments[len(pieces) :]
-    chunk = round_up(divide_up(first, num_chunks), BLOCK if large else HALF_BLOCK)
+    chunk = divide_up(first, num_chunks)
+    chunk = round_up(chunk, BLOCK) if large else whole_rows(chunk)
     if small:
         begin = small[0].first_row
         rows = round_up(first - begin, BLOCK) if large else num_chunks * chunk

@@ -6,10 +6,10 @@ packed. The rules, for workers ``i = 0 .. W-1`` and the step after ``t`` others:
 * **Buffer.** A row is 128 consecutive elements of a leaf, the last row of a leaf is padded, and a block
   is 32 rows. First come the big leaves (more than 512 rows), each padded to whole blocks; then all
   others. A leaf without elements has no row. Each worker owns ``C`` rows of the buffer: ``rows / W``,
-  rounded up to whole blocks, or to half blocks if no leaf is big.
+  rounded up to whole blocks; if no leaf is big the last block may have n = 2, 4, 8 or 16 rows only.
 * **Word and bit.** Row ``r`` of the chunk of worker ``w`` lies in block ``b = r // 32``. Its lane ``j``
-  is bit ``r % 32`` of word ``4 C w + 128 b + j``. In a last half block it is bit
-  ``r % 16 + 16 (j // 64)`` of word ``4 C w + 128 b + j % 64``.
+  is bit ``r % 32`` of word ``4 C w + 128 b + j``. In a last block of n rows it is bit
+  ``r % n + n (j // 4n)`` of word ``4 C w + 128 b + j % 4n``.
 * **Coins.** ``mix`` is the finalizer of MurmurHash3. The coin of a tie is this bit of
   ``mix(word ^ mix(t + 0x9E3779B9))``. The side of a zero is this bit of
   ``mix(word ^ mix(t + 0x85EBCA77))``, the other way round on workers of odd rank; the rank of a worker
@@ -90,21 +90,29 @@ class Buffer(NamedTuple):
         return jax.tree.unflatten(tree, leaves)
 
 
-def words(rows, workers, unit, first_word=0):
+def chunk_rows(rows, workers, big):
+    """How many rows of a buffer each worker owns; whether one of its leaves is ``big``."""
+    least = -(-rows // workers)
+    last = least % BLOCK
+    fitting = [n for n in (0, 2, 4, 8, 16, BLOCK) if n >= last and (not big or n in (0, BLOCK))]
+    return least - last + fitting[0]
+
+
+def words(rows, workers, big, first_word=0):
     """The word and the bit of each element of a buffer, ``uint32[rows, 128]`` each.
 
     Args:
       rows: of the buffer.
       workers: how many own a chunk.
-      unit: chunks are a multiple of so many rows, 32 or 16.
+      big: whether a leaf in it is big.
       first_word: where the buffer begins, ``uint32[]``.
     """
-    chunk = round_up(-(-rows // workers), unit)
+    chunk = chunk_rows(rows, workers, big)
     owner, r = np.divmod(np.arange(rows)[:, None], max(chunk, 1))
     block, lane = r // BLOCK, np.arange(ROW)
-    half = BLOCK * (block + 1) > chunk
-    word = 4 * chunk * owner + ROW * block + np.where(half, lane % 64, lane)
-    bit = np.where(half, r % 16 + 16 * (lane // 64), r % BLOCK).astype(np.uint32)
+    n = np.minimum(chunk - BLOCK * block, BLOCK)  # rows of the block
+    word = 4 * chunk * owner + ROW * block + lane % (4 * n)
+    bit = (r % BLOCK + n * (lane // (4 * n))).astype(np.uint32)
     return jnp.asarray(first_word, jnp.uint32) + word.astype(np.uint32), jnp.asarray(bit)
 
 
@@ -117,7 +125,7 @@ def buffer_of(tree, places=words):
     rows = [round_up(n, BLOCK if b else 1) for n, b in zip(rows, big, strict=True)]
     order = sorted(range(len(rows)), key=lambda leaf: not big[leaf])
     real = [np.arange(rows[leaf] * ROW) < math.prod(shapes[leaf]) for leaf in order]
-    word, bit = places(sum(rows), len(leaves[0]), BLOCK if any(big) else BLOCK // 2)
+    word, bit = places(sum(rows), len(leaves[0]), any(big))
     return Buffer(rows, order, shapes, np.concatenate(real).reshape(-1, ROW), word, bit)
 
 
