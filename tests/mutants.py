@@ -44,8 +44,8 @@ MUTANTS = r"""
 
 # exchange/single.py: reference optimizer chains contract
 = a single worker ignores that it shall abstain
--         abstains |= ~jnp.all(jnp.isfinite(values[-1]))
-+         abstains = ~jnp.all(jnp.isfinite(values[-1]))
+- axes.any_over_shards(abstains | ~axes.all_finite(values), axis)
++ axes.any_over_shards(~axes.all_finite(values), axis)
 
 = a single worker forgets the errors of earlier codes
 - plus_error(rule.interpolate(g, mu), e)
@@ -424,7 +424,7 @@ MUTANTS = r"""
 + jax.random.fold_in(rng, count)
 
 = local state is kept only where the loss is no number
--             abstains |= ~jnp.all(jnp.array(finite))
+-             abstains |= ~axes.all_finite(grads)
 +             pass
 
 = statistics of a worker that abstains are kept with what was no number
@@ -560,8 +560,8 @@ MUTANTS = r"""
 + groups.setdefault(frozenset(), []).append(i)
 
 = of a worker's devices each takes part by itself
-- ~axes.any_over_shards(abstain | ~jnp.all(finite), axis)
-+ ~abstain & jnp.all(finite)
+- ~axes.any_over_shards(abstain | ~axes.all_finite(values), axis)
++ ~abstain & axes.all_finite(values)
 
 # baselines/dgc.py: dgc baselines contract
 = stages of a warm-up that does not divide begin too early

@@ -286,6 +286,17 @@ def test_one_nan_silences_a_worker_once(front):
     assert (votes.abstentions, votes.abstained) == (1, 0)
 
 
+def test_one_nan_in_one_shard_silences_a_worker_once_too():
+    mesh = "data=4 fsdp=2"
+    workers, tx = on_mesh(lambda w: optax.chain(optax.trace(0.9), cub(w)), mesh)
+    cut = workers.shardings(jax.tree.map(lambda spec: P("data", *spec), MESHES[mesh]))
+    grads = jax.tree.map(lambda p: np.ones((4, *p.shape), np.float32), PARAMS)
+    grads["b"][1, 100, 3] = np.nan
+    params = jax.device_put(PARAMS, workers.shardings(MESHES[mesh]))
+    _, state = jax.jit(tx.update)(jax.device_put(grads, cut), tx.init(params), params)
+    np.testing.assert_array_equal(state[0].trace["b"][:, 100, 3], [1, 0, 1, 1])
+
+
 def test_an_update_runs_without_jit_on_inner_axes_too():
     workers, tx = on_mesh(cub, "data=4 fsdp=2")
     params = jax.device_put(PARAMS, workers.shardings(MESHES["data=4 fsdp=2"]))

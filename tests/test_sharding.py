@@ -21,7 +21,7 @@ from oracle import coding
 from test_against_reference import B1, B2, Method
 
 import lioncub_jax as lc
-from lioncub_jax.mesh.axes import total_over_shards
+from lioncub_jax.mesh.axes import all_finite, total_over_shards
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
@@ -245,6 +245,18 @@ def test_what_all_devices_of_a_worker_have_is_counted_once(sizes):
     specs = {"in_specs": (P("data", "tp"), P("data")), "out_specs": P("data")}
     found = jax.jit(jax.shard_map(total, mesh=workers.mesh, **specs))(own, copies)
     np.testing.assert_array_equal(found, np.concatenate([own.sum(1) + copies, copies], 1))
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_what_is_not_finite_is_seen_on_every_shard(kind):
+    workers = on("data=2 tp=4", kind)
+    for bad in (np.nan, np.inf, -np.inf):
+        x = np.ones((2, 8), np.float32)
+        x[1, 5] = bad
+        lies = workers.shardings(P("data", "tp"))
+        found = jax.jit(all_finite)(jax.device_put({"x": x, "y": np.abs(x) > 0}, lies))
+        assert not found, bad
+    assert all_finite({}) and all_finite([x[0], x[:, :4]])
 
 
 # --- Whole leaves, and what of them is cut

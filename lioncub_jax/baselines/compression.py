@@ -105,8 +105,7 @@ def next_counts(state: Any, axis: Axes, present: jax.Array) -> dict[str, jax.Arr
 
 def takes_part(axis: Axes, abstain: jax.Array, values: Leaves) -> jax.Array:
     """``bool[]``, one for all devices of a worker: False if it abstains, or has a value not finite."""
-    finite = jnp.array([jnp.all(jnp.isfinite(v)) for v in values])
-    return ~axes.any_over_shards(abstain | ~jnp.all(finite), axis)
+    return ~axes.any_over_shards(abstain | ~axes.all_finite(values), axis)
 
 
 def in_messages(send: Callable[[jax.Array], jax.Array], arrays: Leaves) -> Leaves:

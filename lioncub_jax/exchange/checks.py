@@ -139,9 +139,8 @@ def watch_workers(
         own = jnp.stack([_checksum(updates), _checksum(params)])
         sums = wires.gather_words(own, axis)
         equal = jnp.all(sums == sums[:1], axis=0)  # checksums of gradients, of parameters
-        largest = [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(updates)]
-        each = jnp.stack([jnp.float32(0), *optax.tree.cast(largest, jnp.float32)])
-        averaged = early & equal[0] & jnp.any(each > 0) & jnp.all(jnp.isfinite(each))
+        moves = jnp.any(jnp.array([jnp.any(x != 0) for x in jax.tree.leaves(updates)]))
+        averaged = early & equal[0] & moves & axes.all_finite(updates)
         wrong = averaged | ~equal[1]
         report = partial(jax.debug.callback, _report_workers, sums, averaged, count)
         jax.lax.cond(wrong, report, lambda: None)

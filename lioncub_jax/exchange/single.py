@@ -56,8 +56,7 @@ def single_worker_step(
     values, abstains = [], jnp.zeros((), bool) if abstain is None else abstain
     for g, mu, e in zip(grads, state.mu, state.error, strict=True):
         values.append(plus_error(rule.interpolate(g, mu), e))
-        abstains |= ~jnp.all(jnp.isfinite(values[-1]))
-    abstains = axes.any_over_shards(abstains, axis)
+    abstains = axes.any_over_shards(abstains | ~axes.all_finite(values), axis)
     present = 1 - abstains.astype(jnp.uint32)
 
     new_owner_states = list(owner_states)

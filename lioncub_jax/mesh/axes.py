@@ -170,5 +170,13 @@ def any_over_shards(flag: jax.Array, axis: Axes) -> jax.Array:
     return max_over_shards(flag.astype(jnp.uint32), axis) > 0 if _others(flag, axis) else flag
 
 
+def all_finite(tree: Any) -> jax.Array:
+    """``bool[]``: whether all numbers are finite, of all that this device or the compiler has of them.
+
+    A maximum does not tell: where XLA cuts an array, on CPU, the largest number and a NaN is the number.
+    """
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)], bool))
+
+
 def _others(x: jax.Array, axis: Axes) -> Axes:
     return tuple(sorted(varying_axes(x).difference(axis)))

@@ -175,9 +175,7 @@ def _kept_if_not_finite(
     """
     if Holder.FRONT not in jax.tree.leaves(holders):
         return after
-    # Not a flag for each leaf: XLA would join them anew for each array that they decide on.
-    largest = [jnp.max(jnp.abs(g), initial=0) for g in jax.tree.leaves(grads)]
-    finite = jnp.all(jnp.isfinite(jnp.stack(largest)))
+    finite = axes.all_finite(grads)
 
     def kept(holder: Holder, old: jax.Array, new: jax.Array) -> jax.Array:
         if holder is not Holder.FRONT or not jnp.issubdtype(new.dtype, jnp.inexact):

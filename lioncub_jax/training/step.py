@@ -286,8 +286,7 @@ def make_train_step(
         grads, after, (loss, aux) = gradient(params, before, rows, rng)
         abstains = ~jnp.isfinite(loss)
         if local is not None:
-            finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(grads)]
-            abstains |= ~jnp.all(jnp.array(finite))
+            abstains |= ~axes.all_finite(grads)
         after = jax.tree.map(partial(jnp.where, abstains), before, after)
         stacked_here = jax.tree.map(lambda x: x[None], (grads, after, abstains))
         return *stacked_here, *_metrics(loss, aux, workers)
