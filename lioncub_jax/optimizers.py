@@ -21,15 +21,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from lioncub_jax.exchange import checks, decide, momentum, quantize, wires
 from lioncub_jax.exchange.arguments import (
     check_betas,
+    check_decay,
     check_floating,
     check_kinds,
-    check_mu_dtype,
+    check_number,
     check_rates,
 )
 from lioncub_jax.exchange.decide import ReplyCodec
@@ -212,7 +214,7 @@ def owner_lion(
     Arguments that are not named here are those of `lion_cub`, and so are the errors.
 
     Args:
-      mu_dtype: dtype of the one momentum; None for that of the parameters.
+      mu_dtype: dtype of the one momentum; None for float32.
       quantizer: of gradients; ``error_feedback(midrise(3))`` by default; ``dense()`` for the exact mean.
 
     Returns:
@@ -226,7 +228,7 @@ def owner_lion(
       This library; the optimizer is Lion (arXiv 2302.06675), its chunks are ZeRO-1's (arXiv 1910.02054).
     """
     check_betas(b1=b1, b2=b2)
-    check_mu_dtype(mu_dtype)
+    check_decay(b2, mu_dtype)
     direction = owner(
         _with_numbers(optax.scale_by_lion, b1, b2, mu_dtype), workers=workers, quantizer=quantizer,
         reply=decide.sign(), wire=wire, bucket_size=bucket_size,
@@ -245,15 +247,15 @@ def owner_adamw(
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """AdamW with one pair of moments for all workers, each chunk of them at its owner.
 
-    `owner` with ``optax.scale_by_adam(b1, b2, eps)``. A worker keeps moments of d/W parameters, or of all d
-    if the wire is not ``sharded``, and the errors of its codes and replies. In a step in which no worker
-    takes part, the moments and their counter stay.
+    `owner` with ``optax.scale_by_adam(b1, b2, eps)``. A worker keeps moments of d/W parameters, in float32,
+    or of all d if the wire is not ``sharded``, and the errors of its codes and replies. In a step in which
+    no worker takes part, the moments and their counter stay.
 
     Args:
       learning_rate: a number or an optax schedule.
       b1: decay of the first moment, in [0, 1).
       b2: decay of the second moment, in [0, 1).
-      eps: added to the root of the second moment, above 0 in the dtype of the parameters.
+      eps: added to the root of the second moment, above 0.
       weight_decay: decoupled, multiplied with the learning rate.
       mask: the leaves that decay, a tree of bools or a function of the parameters.
       workers: a `Workers`, or the name of the axis that your own ``shard_map`` or ``pmap`` binds. None for
@@ -268,7 +270,7 @@ def owner_adamw(
       A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
 
     Raises:
-      ValueError, TypeError: as `owner` and `lion_cub`; in ``init`` for an ``eps`` that is 0 in float16.
+      ValueError, TypeError: as `owner` and `lion_cub`; for an ``eps`` that is 0 in float32.
 
     Example:
       >>> import lioncub_jax as lc
@@ -278,17 +280,13 @@ def owner_adamw(
       This library; the optimizer is AdamW (arXiv 1711.05101), its chunks are ZeRO-1's (arXiv 1910.02054).
     """
     check_betas(b1=b1, b2=b2)
+    allowed = "give a number above 0 in float32, such as 1e-8"
+    check_number(f"eps={eps!r}", eps, lambda eps: bool(np.float32(eps)), allowed)
     direction = owner(
         _with_numbers(optax.scale_by_adam, b1, b2, eps), workers=workers, quantizer=quantizer,
         reply=reply, wire=wire, bucket_size=bucket_size,
     )  # fmt: skip
-
-    def init(params: optax.Params) -> optax.OptState:
-        checks.check_eps(eps, params)
-        return direction.init(params)
-
-    adam = optax.GradientTransformationExtraArgs(init, direction.update)
-    return descending(adam, learning_rate, weight_decay, mask)
+    return descending(direction, learning_rate, weight_decay, mask)
 
 
 def owner(

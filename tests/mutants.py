@@ -265,9 +265,6 @@ MUTANTS = r"""
 + sync_momentum(vote, sync, workers=workers)
 
 # exchange/checks.py: bad_input face chains gradients contract
-= Adam divides by 0 in float16
-- if not np.any(np.asarray(eps).astype(dtype)):
-+ if not np.any(np.asarray(eps)):
 = the first leaf is named, whichever was reduced already
 - paths[shared]
 + paths[0]

@@ -296,7 +296,7 @@ def test_large_leaves_take_whole_blocks_before_all_others():
 
 
 def test_leaves_of_mixed_precision_vote_together():
-    """Local momentum has the dtype of its leaf or one for all, an owner's the widest of its leaves."""
+    """Local momentum has the dtype of its leaf or one for all, an owner's is float32."""
     shapes = {"bfloat16": [(65,), (3, 10)], "float16": [(31,), ()]}
     params = {kind: [jnp.zeros(s, kind) for s in each] for kind, each in shapes.items()}
     # In three steps the blends of such integers fill the 8 bits of a bfloat16, and no more.

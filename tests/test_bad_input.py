@@ -58,6 +58,14 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
         (lambda x, make=make: make(mu_dtype=x), NO_NUMBERS, ValueError, "mu_dtype={} ... float32")
         for make in (lc.momentum.blend, owner)
     ),
+    *(
+        (
+            lambda x, make=make: make(b2=x, mu_dtype=jnp.bfloat16), [0.999, jnp.float32(0.997)], ValueError,
+            "b2={!r} ... momentum in bfloat16 would ... never decay ... at most 0.99609 ... float32",
+        )
+        for make in (lc.momentum.blend, owner)
+    ),
+    (lambda eps: adamw(eps=eps), [0, 1e-46, None], ValueError, "eps={!r} ... above 0 in float32"),
     (Q.stochastic, ["1", 0.5, None, True], ValueError, "seed={!r} ... a whole number"),
     (
         lambda n: communicate(bucket_size=n), NO_COUNT[:-1], ValueError,
@@ -320,15 +328,9 @@ CALLS = [
         "reply= ... is not a ReplyCodec",
     ),
     (lambda: lc.global_gradients(optax.adamw, workers=AXIS), TypeError, "is not a GradientTransformation"),
-    *(
-        (
-            lambda make=make: make(eps=1e-8, workers=None).init(HALF), ValueError,
-            "eps= ... is 0 in float16 ... Give eps of at least 6e-05, such as eps=1e-4, or ... float32",
-        )
-        for make in (
-            functools.partial(lc.owner_adamw, 0.1),
-            functools.partial(optax.inject_hyperparams(lc.owner_adamw, static_args=("workers",)), 0.1),
-        )
+    (
+        lambda: cub(b2=0.9999).init(HALF), ValueError,
+        "b2=0.9999 ... momentum in float16 would ... never decay ... at most 0.99951 ... float32",
     ),
     # What optax makes an array of.
     (

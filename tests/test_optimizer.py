@@ -68,15 +68,14 @@ def assert_equal(got, want):
 
 
 def test_one_worker_is_optax_lion_bit_for_bit():
-    """In bfloat16, with a schedule, betas, a dtype of momentum and decay of some leaves."""
+    """With a schedule, betas and decay of some leaves."""
     options = {
         "learning_rate": optax.linear_schedule(0.1, 0.01, 8), "b1": 0.8, "b2": 0.95,
-        "mu_dtype": jnp.bfloat16, "weight_decay": 0.3, "mask": {"w": True, "b": False},
+        "weight_decay": 0.3, "mask": {"w": True, "b": False},
     }  # fmt: skip
     params, grads = of_shapes(SMALL), of_shapes(SMALL, 10, 1)
     grads["w"][:, :, 4:] = 0  # sign(0) is 0, in all of Lion
     grads["b"][::3] = 0
-    params, grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, grads))
     txs = {
         "lion_cub": lc.lion_cub(**options, workers=AXIS),
         "average": lc.distributed_lion(**options, average=True, workers=AXIS),
@@ -86,9 +85,7 @@ def test_one_worker_is_optax_lion_bit_for_bit():
     updates, (lion, *_) = by_optax(optax.lion(**options), params, alone)
     for name, (got, state) in run_workers(txs, params, grads).items():
         assert_equal(got, updates)
-        if name == "owner":
-            assert state[0].owner[0].value.inner.mu.dtype == jnp.bfloat16
-        else:
+        if name != "owner":
             assert_equal(jax.tree.map(lambda x: x[:, 0], state[0].mu), lion.mu)
 
 
@@ -122,7 +119,7 @@ class CountedVotes(Majority):
         reply, _ = super().decide(received, context, ())
         return reply, state + 1
 
-    def decide_locally(self, mean, present, dtype, row_sizes, state):
+    def decide_locally(self, mean, present, row_sizes, state):
         return mean, state + present
 
 

@@ -11,6 +11,7 @@ from conftest import AXIS, absent, mesh_on, run_workers
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
+from lioncub_jax.baselines.compression import behind
 
 Q, D, WIRES = lc.quantize, lc.decide, lc.wires
 MEAN = functools.partial(D.at_owner, optax.identity())
@@ -101,6 +102,43 @@ def test_what_is_stored_saturates_and_comes_back():
         assert not optax.tree.get(state, "abstained").any(), name
         assert (updates["w"][0] == -1).all(), name  # downhill: minus the sign
         assert (updates["w"][-1] == 1).all(), (name, updates["w"][:, 0])
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float16", "bfloat16"])
+def test_a_momentum_decays_from_every_number_or_its_beta_is_refused(dtype):
+    numbers = np.arange(2 ** (8 * jnp.dtype(dtype).itemsize - 1), dtype=np.uint16)
+    numbers = numbers.astype(f"uint{8 * jnp.dtype(dtype).itemsize}").view(dtype).astype(np.float32)
+    numbers = numbers[np.isfinite(numbers) & (numbers >= jnp.finfo(dtype).tiny)]
+    for b2 in (0.5, 0.9, 0.93, 0.95, 0.99, 0.996, 0.997, 0.999, 0.9995, 0.9996):
+        rule, mu = lc.momentum.blend(0.9, b2), jnp.asarray(numbers, dtype)
+        kept = rule.update(jnp.zeros_like(mu), mu).astype(dtype) == mu
+        try:
+            rule.init(mu)
+            assert not kept.any(), (b2, numbers[kept][:3])
+        except ValueError:
+            assert kept.any(), b2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_betas_are_not_rounded_with_what_they_multiply(workers):
+    """To 1, as 0.999 is in bfloat16: a gradient of 1, then one that outweighs it, and zeros."""
+    kinds = {"workers": AXIS, "learning_rate": 1.0, "weight_decay": 0.0, "b1": 0.999}
+    exact = {"quantizer": Q.dense(), "reply": D.values(), "workers": AXIS}
+    txs = {
+        "vote": lc.lion_cub(**kinds),
+        "owner": lc.owner_lion(mu_dtype="bfloat16", **kinds),
+        "adam": lc.owner(optax.scale_by_adam(0.9, 0.999), **exact),
+        "behind": behind(
+            lc.owner(optax.identity(), **exact), optax.scale_by_adam(0.9, 0.999), AXIS
+        ),
+    }
+    grads = {"w": np.zeros((22, workers, 16, 128), jnp.bfloat16)}
+    grads["w"][:2] = [[[[1]]], [[[-10]]]]
+    done = run_workers(txs, {"w": jnp.zeros((16, 128), jnp.bfloat16)}, grads)
+    for name in ("vote", "owner"):
+        assert (done[name][0]["w"][1] == 1).all(), name
+    for nu in (done["adam"][1].owner[0].value.inner.nu, done["behind"][1][1].nu["w"]):
+        np.testing.assert_allclose(nu[-1, 0], 0.999**20 * (0.999 + 100) / 1000, rtol=1e-5)
 
 
 def test_a_sum_that_overflows_is_as_with_nobody_there():

@@ -10,6 +10,7 @@ from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
 from lioncub_jax.exchange import bits, checks, decide, quantize, wires
+from lioncub_jax.exchange.means import at_least_float32
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers, worker_axes
@@ -48,13 +49,17 @@ def behind(
     tx: optax.GradientTransformation,
     workers: AxisName | Workers | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """A mean, and behind it a transform with a state that is the same on all workers."""
+    """A mean, and behind it a transform with a state in float32 at least, the same on all workers."""
     axis, tx = worker_axes(workers)[0], optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> optax.OptState:
-        return tx.init(wires.agreed(params, axis))
+        return tx.init(jax.tree.map(at_least_float32, wires.agreed(params, axis)))
 
-    return optax.chain(mean, optax.GradientTransformationExtraArgs(init, tx.update))
+    def update(updates: optax.Updates, *given: Any, **extra: Any) -> Any:
+        new, state = tx.update(jax.tree.map(at_least_float32, updates), *given, **extra)
+        return optax.tree.cast_like(new, updates), state
+
+    return optax.chain(mean, optax.GradientTransformationExtraArgs(init, update))
 
 
 def sgd_momentum(decay: ArrayLike, nesterov: bool = False) -> optax.GradientTransformation:

@@ -75,10 +75,21 @@ def check_betas(**betas: Any) -> None:
         check_number(f"{name}={beta!r}", beta, lambda beta: 0 <= beta < 1, allowed)
 
 
-def check_mu_dtype(dtype: DTypeLike | None) -> None:
-    """Raises ``ValueError`` for a momentum that would not be floating."""
-    if dtype is not None:
-        check_floating("mu_dtype", dtype)
+def check_decay(b2: Any, mu_dtype: DTypeLike | None) -> None:
+    """Raises ``ValueError`` for a dtype of momentum that is not floating, or cannot keep its decay.
+
+    ``b2 mu`` is no ``mu`` where ``1 - b2`` is at least half a unit in the last place of a number above 1.
+    """
+    if mu_dtype is None:
+        return
+    check_floating("mu_dtype", mu_dtype)
+    dtype = jnp.dtype(mu_dtype).name
+    most = 1 - float(jnp.finfo(dtype).eps) / 2
+    allowed = (
+        f"momentum in {dtype} would stay as it is and never decay, for b2 mu is rounded to mu: give b2 of "
+        f'at most {most:.5g} or mu_dtype="float32"'
+    )
+    check_number(f"b2={b2!r}", b2, lambda b2: b2 <= most, allowed)
 
 
 def check_kinds(**parts: tuple[Any, type]) -> None:

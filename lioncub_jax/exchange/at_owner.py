@@ -13,6 +13,7 @@ from lioncub_jax.exchange import bits, kernels, layout, quantize, rotation, trac
 from lioncub_jax.exchange.arguments import check_floating, check_kinds, part
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.decision import DecideContext, Decision, Planes
+from lioncub_jax.exchange.means import at_least_float32
 from lioncub_jax.exchange.message import (
     BucketStats,
     Format,
@@ -105,9 +106,7 @@ class AtOwner(Decision):
         mean = mean_of_values(received, context).reshape(-1, ROW)
         if context.codec.rotates:
             mean = rotation.undone(mean, context.num_steps)
-        u, valid, inner = self.run(
-            mean, received.present, context.dtype, context.row_sizes, state.inner
-        )
+        u, valid, inner = self.run(mean, received.present, context.row_sizes, state.inner)
         stats = BucketStats(jnp.uint32(0), (), received.present)
         reply, error = self.codec.encode(u, valid, context, stats, state.error)
         return reply, OwnerState(inner, error)
@@ -116,7 +115,6 @@ class AtOwner(Decision):
         self,
         mean: jax.Array,
         present: jax.Array,
-        dtype: DTypeLike,
         row_sizes: jax.Array | None,
         state: optax.OptState,
     ) -> tuple[jax.Array, jax.Array, optax.OptState]:
@@ -124,9 +122,7 @@ class AtOwner(Decision):
         valid = jnp.isfinite(mean) & (present > 0)
         if row_sizes is not None:  # else padding moves its row, and a checkpoint loses it
             valid &= layout.real_elements(row_sizes)
-        # Cast finite, so that no dtype of the leaves makes an infinity of it.
-        mean = quantize.saturated(jnp.where(valid, mean, 0), dtype)
-        u, new = self.tx.update(mean, state)
+        u, new = self.tx.update(jnp.where(valid, mean, 0), jax.tree.map(_widened, state))
         return u.astype(jnp.float32), valid, _where_valid(valid, new, state)
 
     def decode(
@@ -147,12 +143,11 @@ class AtOwner(Decision):
         self,
         mean: jax.Array,
         present: jax.Array,
-        dtype: DTypeLike,
         row_sizes: jax.Array | None,
         state: OwnerState,
     ) -> tuple[jax.Array, OwnerState]:
         """``u`` of a single worker, ``float32[rows, 128]``, plus the error of earlier replies."""
-        u, valid, inner = self.run(mean * share(present), present, dtype, row_sizes, state.inner)
+        u, valid, inner = self.run(mean * share(present), present, row_sizes, state.inner)
         if not jax.tree.leaves(state.error):
             return jnp.where(valid, u, 0), OwnerState(inner, ())
         u = jnp.where(valid, u + state.error.astype(jnp.float32), 0)
@@ -184,6 +179,11 @@ def share(present: jax.Array) -> jax.Array:
     return 1 / jnp.maximum(present, 1).astype(jnp.float32)
 
 
+def _widened(x: jax.Array) -> jax.Array:
+    """A moment wide enough that no beta is rounded with it; a counter as it is."""
+    return at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
 def _where_valid(valid: jax.Array, new: optax.OptState, old: optax.OptState) -> optax.OptState:
     """The new state where means are valid, the old one elsewhere; `transform.next_state` has counters.
 
@@ -192,8 +192,8 @@ def _where_valid(valid: jax.Array, new: optax.OptState, old: optax.OptState) -> 
 
     def leaf(n: jax.Array, o: jax.Array) -> jax.Array:
         if jnp.issubdtype(n.dtype, jnp.floating):
-            largest = jnp.finfo(n.dtype).max
-            n = jnp.clip(n, -largest, largest)
+            largest = float(jnp.finfo(o.dtype).max)
+            n = jnp.clip(n, -largest, largest).astype(o.dtype)
         return jnp.where(valid, n, o) if n.shape == valid.shape else n
 
     return jax.tree.map(leaf, new, old)

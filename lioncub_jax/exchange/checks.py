@@ -9,10 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import ArrayLike
 
 from lioncub_jax.exchange import compilations, wires
-from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.exchange.quantize import Codec, Quantizer
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
@@ -90,23 +88,6 @@ def check_state(updates: optax.Updates, *kept: optax.Updates) -> None:
                 f"the state is of other parameters than the gradients, as {wrong[0]} shows: make it with "
                 "init of those that are trained"
             )
-
-
-def check_eps(eps: ArrayLike, params: optax.Params) -> None:
-    """Raises ``ValueError`` for an ``eps`` that is 0 in the dtype of the moments: 0 / 0 would be an update.
-
-    A traced one is not known here.
-    """
-    leaves = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype")]
-    if not leaves or isinstance(eps, jax.core.Tracer):
-        return
-    dtype = common_dtype(*leaves)
-    if not np.any(np.asarray(eps).astype(dtype)):
-        raise ValueError(
-            f"eps={eps} is 0 in {dtype}, the dtype of the parameters and so of the moments: a gradient of "
-            f"0 would make an update of NaN. Give eps of at least {jnp.finfo(dtype).tiny:.0e}, such as "
-            "eps=1e-4, or keep parameters in float32 and cast them inside the loss"
-        )
 
 
 def shapes(tree: optax.Params, *lead: int) -> dict[str, tuple[int, ...]]:

@@ -5,7 +5,6 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 import optax
-from jax.typing import DTypeLike
 
 from lioncub_jax.exchange import layout
 from lioncub_jax.exchange.bits import ROW
@@ -28,7 +27,6 @@ class DecideContext(NamedTuple):
       codec: that of the codes that arrive.
       format: W, the rows of a chunk, the largest code.
       num_chunks: 1 if each worker owns a chunk, W if every worker decides on all.
-      dtype: of the leaves.
       row_sizes: ``int32[chunks rows]``, elements of each row that are no padding; None where all are, or
         where padding cannot count.
       tie_bits: ``uint32[chunks, words]``, fair bits for ties, the same on every worker.
@@ -38,7 +36,6 @@ class DecideContext(NamedTuple):
     codec: Codec
     format: Format
     num_chunks: int
-    dtype: DTypeLike
     row_sizes: jax.Array | None
     tie_bits: jax.Array
     num_steps: jax.Array
@@ -115,7 +112,6 @@ class Decision:
         self,
         mean: jax.Array,
         present: jax.Array,
-        dtype: DTypeLike,
         row_sizes: jax.Array | None,
         state: optax.OptState,
     ) -> tuple[jax.Array, optax.OptState]:
@@ -124,7 +120,6 @@ class Decision:
         Args:
           mean: ``c + e`` of a bucket, ``float32[rows, 128]``.
           present: ``uint32[]``, 1; 0 if the worker abstains.
-          dtype: as in `DecideContext`.
           row_sizes: as in `DecideContext`.
           state: the owner's.
         """

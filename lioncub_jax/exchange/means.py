@@ -15,6 +15,11 @@ def common_dtype(*given: Any) -> np.dtype:
         return jnp.result_type(*given)
 
 
+def at_least_float32(x: jax.Array) -> jax.Array:
+    """The same numbers, wide enough that results are rounded once, when they are stored."""
+    return x.astype(common_dtype(x, jnp.float32))
+
+
 def _is_float8(x: Any) -> bool:
     dtype = jnp.result_type(x)
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
@@ -24,4 +29,4 @@ def merge_over_workers(x: jax.Array) -> jax.Array:
     """The mean of ``[workers, ...]``, in float32 at least; of whole numbers and bools the largest."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return jnp.max(x, axis=0)
-    return jnp.mean(x.astype(common_dtype(x, jnp.float32)), axis=0)
+    return jnp.mean(at_least_float32(x), axis=0)

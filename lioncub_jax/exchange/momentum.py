@@ -10,7 +10,8 @@ import jax
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from lioncub_jax.exchange.arguments import check_betas, check_mu_dtype, part
+from lioncub_jax.exchange.arguments import check_betas, check_decay, part
+from lioncub_jax.exchange.means import at_least_float32
 
 __all__ = ["MomentumRule", "blend", "nothing"]
 
@@ -77,7 +78,9 @@ class Blend(MomentumRule):
     mu_dtype: DTypeLike | None
 
     def init(self, params: optax.Params) -> optax.Params:
-        """Zeros like the parameters."""
+        """Zeros like the parameters; ``ValueError`` for a dtype of theirs that cannot keep ``b2``."""
+        for x in jax.tree.leaves(params) if self.mu_dtype is None else ():
+            check_decay(self.b2, x.dtype)
         return optax.tree.zeros_like(params, dtype=self.mu_dtype)
 
     def interpolate(self, g: jax.Array, mu: jax.Array) -> jax.Array:
@@ -90,9 +93,9 @@ class Blend(MomentumRule):
 
 
 def _mixed(b: Any, mu: jax.Array, g: jax.Array) -> jax.Array:
-    """``b mu + (1 - b) g``, where the momentum may be of another dtype."""
+    """``b mu + (1 - b) g``, in float32 at least: in bfloat16 the beta would be rounded with them."""
     with jax.numpy_dtype_promotion("standard"):
-        return (1 - b) * g + b * mu
+        return (1 - b) * at_least_float32(g) + b * at_least_float32(mu)
 
 
 def blend(
@@ -106,7 +109,8 @@ def blend(
       mu_dtype: dtype of the momentum; None for that of the parameters.
 
     Raises:
-      ValueError: if a beta is outside [0, 1), or ``mu_dtype`` is not floating.
+      ValueError: if a beta is outside [0, 1), ``mu_dtype`` is not floating, or momentum in it (in ``init``:
+        in the dtype of the parameters) would not decay by ``b2``.
 
     Example:
       >>> import lioncub_jax as lc
@@ -115,7 +119,7 @@ def blend(
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675).
     """
     check_betas(b1=b1, b2=b2)
-    check_mu_dtype(mu_dtype)
+    check_decay(b2, mu_dtype)
     return Blend(b1, b2, mu_dtype)
 
 

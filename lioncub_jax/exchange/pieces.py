@@ -18,7 +18,7 @@ from lioncub_jax.exchange import bits, kernels, layout, quantize, rotation, xla
 from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW
 from lioncub_jax.exchange.decision import DecideContext, Decision
 from lioncub_jax.exchange.layout import BucketLayout, Piece
-from lioncub_jax.exchange.means import common_dtype
+from lioncub_jax.exchange.means import at_least_float32
 from lioncub_jax.exchange.message import Format, Message, Reply
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.quantize import Codec, EncodeContext
@@ -88,21 +88,16 @@ class PieceInput(NamedTuple):
       gradient: ``g``.
       momentum: ``mu``, or None.
       error: ``e``, or None.
-      direction: ``c``, at least float32.
+      direction: ``c``.
       rows: ``c + e`` as ``float32[rows, 128]``.
     """
 
     piece: Piece
     gradient: jax.Array
-    momentum: jax.Array | None
+    momentum: Any
     error: jax.Array | None
     direction: jax.Array
     rows: jax.Array
-
-
-def at_least_float32(x: Any) -> Any:
-    """The same numbers, wide enough that results are rounded once, when they are stored; None for None."""
-    return None if x is None else x.astype(common_dtype(x, jnp.float32))
 
 
 def plus_error(direction: jax.Array, error: jax.Array | None) -> jax.Array:
@@ -120,7 +115,7 @@ def interpolate(
 ) -> PieceInput:
     """``c`` of a piece, of ``g`` and ``mu`` of all leaves; and ``c + e`` in rows."""
     g, mu, e = [layout.join_piece(x, piece) for x in (grads, state.mu, state.error)]
-    c = rule.interpolate(at_least_float32(g), at_least_float32(mu))
+    c = rule.interpolate(g, mu)
     with jax.named_scope("lioncub.pack"):
         if kernels.for_tpu() and layout.lies_in_rows(piece):
             # Computed again, in rows: the kernel that packs then reads g, mu and e as they lie in memory.
@@ -128,8 +123,7 @@ def interpolate(
             for x in (g, mu, e):
                 in_rows.append(None if x is None else layout.piece_to_rows(x, piece))
             own_g, own_mu, own_e = xla.recomputed(in_rows)
-            own_c = rule.interpolate(at_least_float32(own_g), at_least_float32(own_mu))
-            rows = plus_error(own_c, own_e).astype(jnp.float32)
+            rows = plus_error(rule.interpolate(own_g, own_mu), own_e).astype(jnp.float32)
         else:
             rows = layout.piece_to_rows(plus_error(c, e).astype(jnp.float32), piece)
     return PieceInput(piece, g, mu, e, direction=c, rows=rows)
@@ -264,7 +258,6 @@ def decide_context(
         codec=codec,
         format=bucket.format,
         num_chunks=num_chunks,
-        dtype=places.dtype,
         row_sizes=sizes,
         tie_bits=tie_bits.reshape(num_chunks, words),
         num_steps=plan.num_steps,
@@ -330,9 +323,9 @@ def leaves_of_group(plan: WorkerPlan, parts: dict[int, jax.Array]) -> dict[int, 
 def next_momentum(
     rule: MomentumRule, x: PieceInput, u: jax.Array, error: jax.Array | None
 ) -> jax.Array:
-    """``mu = b2 mu + (1 - b2) g`` of a piece, at least float32; after a sync in codes ``mu = u + e``."""
+    """``mu = b2 mu + (1 - b2) g`` of a piece; after a sync in codes ``mu = u + e``."""
     if not rule.synchronizes:
-        return rule.update(at_least_float32(x.gradient), at_least_float32(x.momentum))
+        return rule.update(x.gradient, x.momentum)
     assert error is not None
     return error + layout.rows_to_piece(u, x.piece).astype(error.dtype)
 

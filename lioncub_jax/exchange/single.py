@@ -64,7 +64,7 @@ def single_worker_step(
         for k, bucket in enumerate(plan.buckets):
             rows = layout.join_bucket(values, bucket.layout)
             rows, new_owner_states[k] = decision.decide_locally(
-                rows, present, bucket.layout.dtype, bucket.row_sizes, owner_states[k]
+                rows, present, bucket.row_sizes, owner_states[k]
             )
             for i, x in layout.split_bucket(rows, bucket.layout.pieces).items():
                 values[i] = x

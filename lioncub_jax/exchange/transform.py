@@ -282,7 +282,7 @@ def init_owner_states(exchange: Exchange, params: optax.Params) -> tuple[Flat, .
     for bucket in buckets:
         over = (*own, *[n for n in bucket.axes if n not in exchange.axis])
         rows = bucket.rows_per_chunk if sharded else bucket.rows
-        state = exchange.decision.init(jnp.zeros((rows, ROW), bucket.dtype))
+        state = exchange.decision.init(jnp.zeros((rows, ROW), jnp.float32))
         # Arrays of an owned chunk vary over the workers; counters are the same on every worker.
         arrays, tree = jax.tree.flatten(state)
         arrays = [axes.varying(x, over) if x.ndim else x for x in arrays]

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 from oracle.coding import Votes, buffer_of, decoded_mean, levels, saturate, total, whole
-from oracle.lion import errors, fed_back, simulator, takes_part, widest
+from oracle.lion import errors, fed_back, in_float32, simulator, takes_part
 
 
 def averaged(tx):
@@ -61,6 +61,7 @@ def diloco(learning_rate=0.7, momentum=0.9, bits=None):
     outer = optax.sgd(learning_rate, momentum, nesterov=True)
     if bits is None:
         return averaged(outer)
+    outer = in_float32(outer)
 
     def memory(params, workers):
         return errors(params, workers) | {"inner": outer.init(params)}
@@ -116,18 +117,17 @@ def qsgd(bits=4, seed=0, momentum=0.0):
 
     def memory(params, workers):
         rows = buffer_of(jax.tree.map(lambda p: p[None], params)).real.shape
-        return {"mu": jnp.zeros(rows, widest(params))}
+        return {"mu": jnp.zeros(rows)}
 
     def step(g, state, params, abstain):
-        buffer, kind = buffer_of(g), widest(g)
+        buffer = buffer_of(g)
         x = buffer.join(g)
         present = takes_part(x, abstain)
         mean = x[0]
         if len(x) > 1:
             mean = decoded_mean(Votes(*levels(bits, seed).encode(x, buffer, state.t), present))
         known = jnp.any(present) & jnp.isfinite(mean)
-        mean = saturate(jnp.where(known, mean, 0), kind)
-        mean = saturate(mean + momentum * state.mu, kind)
+        mean = saturate(jnp.where(known, mean, 0) + momentum * state.mu, jnp.float32)
         mu = jnp.where(known, mean, state.mu)
         return buffer.split(jnp.where(known, mean, 0), g), present, {"mu": mu}
 

@@ -115,14 +115,10 @@ def per_worker(params, workers, dtype=None):
 
 
 def blend(b, new, old):
-    """``(1-b) new + b old``."""
-    return jax.tree.map(lambda new, old: (1 - b) * new + b * old, new, old)
-
-
-def widest(tree):
-    """The dtype of one buffer for all leaves."""
-    leaves = jax.tree.leaves(tree)
-    return jnp.result_type(*(leaf.dtype for leaf in [x for x in leaves if x.size] or leaves))
+    """``(1-b) new + b old``, in float32."""
+    return jax.tree.map(
+        lambda new, old: (1 - b) * new + b * old, *optax.tree.cast((new, old), jnp.float32)
+    )
 
 
 # --- The decision, by the margin; `reach` is the largest it could be, or says whether a row moves at all
@@ -206,7 +202,7 @@ def at_owner(tx, codes, reply=None, *, decide=majority):
 
     def memory(params, workers):
         error = per_worker(params, workers, codes.feedback)
-        rows = jnp.zeros(buffer_of(error).real.shape, widest(params))
+        rows = jnp.zeros(buffer_of(error).real.shape)
         return {
             "inner": tx.init(rows), "error": error if codes.feedback else None,
             "owner": jnp.zeros(rows.shape) if reply else None,
@@ -223,8 +219,7 @@ def at_owner(tx, codes, reply=None, *, decide=majority):
         mean = coded.back(decoded_mean(Votes(level, unit, present)), buffer, t)
         some = jnp.any(present)
         known = some & jnp.isfinite(mean) & buffer.real
-        mean = saturate(jnp.where(known, mean, 0), widest(g))
-        update, inner = tx.update(mean, state.inner)
+        update, inner = tx.update(jnp.where(known, mean, 0), state.inner)
         c = jnp.where(known, update, 0)
         inner = jax.tree.map(partial(stays, known, some), inner, state.inner)
         if error is not None:
@@ -252,6 +247,18 @@ def stays(known, some, new, old):
 
 
 # --- Codes both ways, with the errors of both sides
+
+
+def in_float32(tx):
+    """A transform whose state and arithmetic are float32, whatever it is given."""
+
+    def update(updates, state, params=None):
+        new, state = tx.update(optax.tree.cast(updates, jnp.float32), state, params)
+        return optax.tree.cast_like(new, updates), state
+
+    return optax.GradientTransformation(
+        lambda params: tx.init(optax.tree.cast(params, jnp.float32)), update
+    )
 
 
 def errors(params, workers):

@@ -26,10 +26,9 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from oracle.coding import both_ways, buffer_of, midrise, product, rotated
-from oracle.lion import simulator
+from oracle.lion import in_float32, simulator
 
 
 def powersgd(tx, rank=4, bits=None, seed=0):
@@ -41,7 +40,7 @@ def powersgd(tx, rank=4, bits=None, seed=0):
       bits: of a code; None for floats.
       seed: of the first ``Q``.
     """
-    tx = optax.with_extra_args_support(tx)
+    tx = in_float32(tx)
 
     def memory(params, workers):
         leaves = jax.tree.leaves(params)
