@@ -14,6 +14,7 @@ import optax
 from oracle import baselines as reference_baselines
 from oracle import coding
 from oracle import lion as reference
+from oracle import muon as reference_muon
 from oracle import one_bit_adam as reference_adam
 from oracle import powersgd as reference_power
 from oracle import sync as reference_sync
@@ -89,7 +90,8 @@ class Contender(NamedTuple):
       side: "ours", or "other": those of `baselines`, also in codes.
       family: of which optimizer its rate and betas are.
       simulated: ``(Hyper, Schedule) -> Simulator``.
-      made: ``(Hyper, Schedule, workers) -> optax.GradientTransformation``, of `make_train_step`.
+      made: ``(Hyper, Schedule, workers) -> optax.GradientTransformation``, of `make_train_step`; None for
+        what is only simulated so far.
       local_steps: steps of a worker between two talks.
       local: ``(Hyper, Schedule) -> optimizer`` that takes them.
       stages: the names of its kinds of steps, in their order.
@@ -102,7 +104,7 @@ class Contender(NamedTuple):
     side: str
     family: Family
     simulated: Callable[[Hyper, Schedule], Simulator]
-    made: Callable[[Hyper, Schedule, Any], optax.GradientTransformation]
+    made: Callable[[Hyper, Schedule, Any], optax.GradientTransformation] | None
     local_steps: int = 1
     local: Callable[[Hyper, Schedule], optax.GradientTransformation] | None = None
     stages: tuple[str, ...] = ("",)
@@ -227,6 +229,21 @@ def owned(code: str, family: Family, direction: Any, reply_bits: int | None) -> 
     )  # fmt: skip
 
 
+def owned_muon(up: int, back: int) -> Contender:
+    """Muon of whole matrices at the owner, in codes of so many bits up and back."""
+    codes = coding.error_feedback(coding.midrise(up), jnp.bfloat16)
+    return Contender(
+        f"owner_muon(...), {up} bits up and {back} back", OURS, MUON,
+        lambda h, rate: reference.optimizer(
+            reference_muon.muon_at_owner(
+                hidden, h.b1, ADAM.betas[0], h.b2, codes=codes, reply=back
+            ),
+            rate, h.decay,
+        ),
+        None,
+    )  # fmt: skip
+
+
 class Inner(NamedTuple):
     """An optimizer that others are built around.
 
@@ -344,6 +361,7 @@ LONG: dict[str, Contender] = {
     "muon-bfloat16": mean_of(
         f"global_gradients({AROUND_MUON.code}, 'bfloat16')", MUON, muon, "bfloat16"
     ),
+    "owner-muon": owned_muon(3, 2),
     "powersgd-8-muon": power(8, AROUND_MUON),
     **OUTERS["diloco-32-muon"],
     "adamw-micro-4": BFLOAT16._replace(accumulate=4),
@@ -352,8 +370,10 @@ LONG: dict[str, Contender] = {
     "vote-micro-16": CONTENDERS["vote"]._replace(accumulate=16),
 }  # fmt: skip
 
-# The reason why votes are behind float32 Lion, at Lion's choice of rate, betas and decay.
+# The reasons why votes are behind float32 Lion, and Muon at the owner behind float32 Muon, at the choice of
+# rate, betas and decay.
 REASONS: dict[str, Contender] = {
+    **{f"owner-muon-{up}-{back}": owned_muon(up, back) for up, back in ((2, 2), (3, 1), (4, 2))},
     "vote-alike": voted("lion_cub(...), at the rate of Lion"),
     "vote-2": TWO_BITS,
     "vote-sync-64": voted(

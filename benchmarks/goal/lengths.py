@@ -25,14 +25,14 @@ METHODS = (
     "adamw-micro-4", "vote-micro-4", "powersgd-4", "powersgd-16", "local-8-coded", "diloco-32-coded",
     "one-bit-adam", "adamw-micro-16", "vote-micro-16",
 )  # fmt: skip
-MUONS = "muon", "powersgd-8-muon", "diloco-32-muon", "muon-bfloat16"
+MUONS = "muon", "owner-muon", "powersgd-8-muon", "diloco-32-muon", "muon-bfloat16"
 # Whose rate of 256 steps a method begins with that did not run there.
 LIKE = {
     "vote-2-bits": "vote",
     "powersgd-8": "powersgd-16", "local-8-coded": "local-2-coded", "diloco-32-coded": "local-2-coded",
     "adamw-micro-4": "adamw", "adamw-micro-16": "adamw",
     "vote-micro-4": "vote", "vote-micro-16": "vote",
-    "muon-bfloat16": "muon", "powersgd-8-muon": "muon", "diloco-32-muon": "muon",
+    "owner-muon": "muon", "muon-bfloat16": "muon", "powersgd-8-muon": "muon", "diloco-32-muon": "muon",
 }  # fmt: skip
 BEST = "powersgd-16", "local-8-coded"  # ranks, and local steps, of least loss after 1,024 steps
 FACTORS = {"vote-mean": (2.0, 4.0)}  # of the rate of one whose updates are smaller than 1
@@ -67,12 +67,13 @@ SIZED = "adamw", "vote", "owner-adamw", "lion"  # methods of the ladder of sizes
 PARTS: dict[str, list[Job]] = {
     "1024": [Job(name, 1024) for name in (*METHODS, *MUONS)],
     "reason": [
-        Job(name, 1024, factors=FACTORS.get(name, (1.0,)), like="lion") for name in REASONS
+        Job(name, 1024, factors=FACTORS.get(name, (1.0,)), like="owner-muon" if "muon" in name else "lion")
+        for name in REASONS
     ],
     "tokens": [
         *(
             Job(name, 512, tokens=2048, factors=(1.0, 1.41))
-            for name in ("adamw", "vote", "owner-adamw", "owner-lion", "powersgd-16", *MUONS[:2])
+            for name in ("adamw", "vote", "owner-adamw", "owner-lion", "powersgd-16", *MUONS[:2], MUONS[-1])
         ),
         Job("adamw", 256, tokens=2048, factors=(1.41, 2.0)),  # the other end of its line
     ],
@@ -80,19 +81,19 @@ PARTS: dict[str, list[Job]] = {
         Job(name, 4096, factors=(0.5, 0.25), seeds=2)
         for name in ("adamw", "vote", "owner-adamw", "lion", *BEST)
     ]
-    + [Job(name, 4096, factors=(1.0, 0.5), seeds=2) for name in MUONS[:2]],
+    + [Job(name, 4096, factors=(1.0, 0.5), seeds=2) for name in (*MUONS[:2], MUONS[-1])],
     "ladder": [
         *(
             Job(name, 1024, width=width, factors=(2.0, 1.0, 0.5), seeds=2)
-            for width in (64, 256) for name in (*SIZED, "muon")
+            for width in (64, 256) for name in (*SIZED, *MUONS[:2])
         ),
-        *(Job(name, 1024, width=384, factors=(1.0, 0.5), seeds=1) for name in (*SIZED[:3], "muon")),
+        *(Job(name, 1024, width=384, factors=(1.0, 0.5), seeds=1) for name in (*SIZED[:3], *MUONS[:2])),
     ],
     "256": [
-        Job(name, STEPS) for name in ("powersgd-8", "adamw-micro-4", "vote-micro-4", *MUONS[:3])
+        Job(name, STEPS) for name in ("powersgd-8", "adamw-micro-4", "vote-micro-4", *MUONS[:4])
     ],
     "different": [
-        Job(name, STEPS, factors=(1.0,), seeds=2, data="different") for name in MUONS[:1]
+        Job(name, STEPS, factors=(1.0,), seeds=2, data="different") for name in MUONS[:2]
     ],
 }  # fmt: skip
 
