@@ -200,6 +200,102 @@ def test_tpu_tilings_and_what_fusions_hide():
     ]
 
 
+IN_WORDS = """
+HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%region.clone (a: u32[], b: u32[]) -> u32[] {
+  %a = u32[]{:T(128)} parameter(0)
+  %convert = u16[]{:T(256)S(6)} convert(%a)
+  %bitcast-convert = f16[]{:T(256)S(6)} bitcast-convert(%convert)
+  %sum = f16[]{:T(256)S(6)} add(%bitcast-convert, %bitcast-convert)
+  %bitcast-convert.1 = u16[]{:T(256)S(6)} bitcast-convert(%sum)
+  ROOT %or = u32[]{:T(128)} convert(%bitcast-convert.1)
+}
+
+ENTRY %main.0_spmd (x: f16[2048]) -> f16[2048] {
+  %x = f16[2048]{0:T(1024)(128)(2,1)} parameter(0)
+  %bitcast.2 = u32[8,1,128]{2,1,0:T(1,128)} bitcast(%x)
+  %psum.7 = u32[8,1,128]{2,1,0:T(1,128)} all-reduce(%bitcast.2), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true, to_apply=%region.clone
+  ROOT %bitcast.1 = f16[2048]{0:T(1024)(128)(2,1)} bitcast(%psum.7)
+}
+"""  # noqa: E501
+
+
+def test_short_floats_that_a_tpu_adds_in_words_are_floats():
+    [one] = collectives(IN_WORDS, DATA)
+    assert one.operands == (Operand("f16", (8, 1, 256)),) and one.payload_bytes == 2 * 2048
+    whole = IN_WORDS.replace("f16[]", "s16[]")
+    assert [x.operands[0].is_float for x in collectives(whole, DATA)] == [False]
+
+
+# --- Several slices of TPUs: the text is of one slice, and what goes between them is sent to the host
+
+BETWEEN = 'channel_id=3, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_target=TARGET,_xla_megascale_transfer_type="TYPE"}'  # noqa: E501
+
+
+def of_slices(kind, target, dtype="u32", within="{{0,1,2,3}}", note=""):
+    """The text of four devices a slice: something between slices, and a gather in each."""
+    sent = BETWEEN.replace("TARGET", target).replace("TYPE", kind)
+    array = f"{dtype}[8,8]{{1,0}}"
+    return f"""HloModule jit_step, num_partitions=4
+
+ENTRY %main (x: {dtype}[8,8]) -> {dtype}[32,8] {{
+  %x = {array} parameter(0){note}
+  %after-all = token[] after-all()
+  %send = ({array}, u32[], token[]) send(%x, %after-all), {sent}
+  %send-done = token[] send-done(%send), channel_id=3, is_host_transfer=true
+  %callback = ({array}, u32[], token[]) send(%x, %after-all), channel_id=9, is_host_transfer=true, frontend_attributes={{_xla_host_transfer_handler_name="tpu_driver"}}
+  ROOT %y = {dtype}[32,8]{{1,0}} all-gather(%x), channel_id=1, replica_groups={within}, dimensions={{0}}
+}}"""  # noqa: E501
+
+
+ALL_EIGHT = "{{100000,100001,100002,100003,200000,200001,200002,200003}}"
+SLICES = [  # what XLA wrote, and what it is: operation, devices, bytes
+    ("ALL_REDUCE", '"{1,2}x{0:3}"', "all-reduce", 2, 256),
+    ("ALL_GATHER", '"{1,2}x{0:3}"', "all-gather", 2, 256),
+    ("REDUCE_SCATTER", '"{1,2}x{0:3}"', "reduce-scatter", 2, 128),
+    ("ALL_TO_ALL", ALL_EIGHT, "all-to-all", 8, 224),
+    ("ONE_TO_ONE", "{{100003->200000},{200003->100000}}", "collective-permute", 8, 256),
+]
+
+
+@pytest.mark.parametrize(("kind", "target", "op", "size", "sent"), SLICES)
+def test_what_travels_between_slices_is_counted(kind, target, op, size, sent):
+    between, inside = collectives(of_slices(kind, target), DATA)
+    assert between == Collective(op, (Operand("u32", (8, 8)),), ("data",), size)
+    assert between.sent_bytes == sent
+    assert (inside.op, inside.axes, inside.group_size) == ("all-gather", ("data",), 4)
+
+
+LABEL = ', metadata={op_name="lioncub.up/workers(data)of(%s)/x"}'
+
+
+def test_votes_tell_along_which_axis_the_slices_are():
+    """Workers are slices; or each is two devices, of two slices."""
+    across = of_slices(
+        "ALL_TO_ALL", "{{100000,200000},{100001,200001},{100002,200002},{100003,200003}}"
+    )
+    for sizes, text, axes in [
+        ({"data": 2, "fsdp": 4}, across, [("data",), ("fsdp",)]),
+        ({"fsdp": 4, "data": 2}, across, [("data",), ("fsdp",)]),
+        ({"fsdp": 4, "data": 2}, of_slices("ALL_GATHER", '"{1,2}x{0:3}"'), [("data",), ("fsdp",)]),
+        ({"data": 4, "fsdp": 2}, of_slices("ALL_GATHER", '"{1,2}x{0:3}"'), [("fsdp",), ("data",)]),
+    ]:
+        note = LABEL % ",".join(f"{n}:{k}" for n, k in sizes.items())
+        mesh = jax.sharding.AbstractMesh((*sizes.values(),), (*sizes,))
+        text = text.replace("parameter(0)", "parameter(0)" + note)
+        assert [one.axes for one in collectives(text, mesh)] == axes, sizes
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [("ALL_SORTS", ALL_EIGHT), ("ALL_TO_ALL", "{all}"), ("ALL_TO_ALL", "{{100000}}")],
+)
+def test_what_is_sent_between_slices_in_an_unknown_way_is_an_error(kind, target):
+    with pytest.raises(ValueError, match=r"cannot read .*send"):
+        collectives(of_slices(kind, target), DATA)
+
+
 CALLS = """
 HloModule jit_step, is_scheduled=true, num_partitions=8
 

@@ -10,7 +10,8 @@ device) is invisible. Whether a branch is taken is decided at run time. And XLA 
 print how often a loop runs, its own loops around matrix products included: collectives in them are
 counted once and marked `looped`.
 
-Read so far: XLA for CPU (jax 0.10.0, 0.10.2, 0.12.0.1), NVIDIA GPU (0.10.2) and TPU (0.12.0.1).
+Read so far: XLA for CPU (jax 0.10.0, 0.10.2, 0.12.0.1), NVIDIA GPU (0.10.2) and TPU (0.10.2,
+0.12.0.1), also of several slices.
 """
 
 import itertools
@@ -21,9 +22,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
+import numpy as np
 
-from lioncub_jax.audit.replica_groups import PEERS, AnyMesh, Axes, joined
+from lioncub_jax.audit.replica_groups import PEERS, AnyMesh, Axes, joined, slices_of
 from lioncub_jax.audit.units import bytes_text
+from lioncub_jax.exchange import scopes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,6 +42,15 @@ _SENT: dict[str, Callable[[int, int], float]] = {
 }
 _PARTS = "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-broadcast"
 _SENT |= dict.fromkeys(_PARTS, lambda g, n: (g - 1) * n / g)
+
+# What the runtime between slices of TPUs does with what is sent to it.
+_MEGASCALE = {
+    "ALL_REDUCE": "all-reduce", "ALL_GATHER": "all-gather", "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all", "ONE_TO_ONE": "collective-permute",
+}  # fmt: skip
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+# XLA for TPU reduces numbers below 32 bits, but for bf16, in words, which the reducer casts.
+_IN_WORDS = re.compile(r" = ([a-z]\w*)\[\]\S* bitcast-convert\(")
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.* )?\{$", re.M)
@@ -161,7 +173,7 @@ def placed(text: str, mesh: AnyMesh) -> list[tuple[Collective, str]]:
             "the compiler still adds collectives"
         )
     devices = math.prod(map(int, re.findall(r", (?:replica_count|num_partitions)=(\d+)", header)))
-    if devices != mesh.size:
+    if devices != mesh.size and (mesh.size % devices or not _BETWEEN_SLICES.search(text)):
         raise ValueError(
             f"the program runs on {devices} devices and the mesh {dict(mesh.shape)} has "
             f"{mesh.size}: pass the mesh that the program was compiled for"
@@ -174,9 +186,27 @@ def placed(text: str, mesh: AnyMesh) -> list[tuple[Collective, str]]:
         if _is_collective(one):
             raise _unknown("how the program gets to the collective", one.line)
     types = {name: dict(_TYPE.findall(bodies[name])) for name in reached}
-    return [
-        (_collective(site, types[site.computation], mesh), site.at.line) for site in _started(sites)
-    ]
+    vote, ways = scopes.VOTE.search(text), []
+    for slices in slices_of(mesh, devices):
+        found = []
+        for site in _started(sites):
+            types_here = types[site.computation]
+            found.append((_collective(site, types_here, bodies, mesh, slices), site.at.line))
+        if vote is None or _votes_between(found, {*vote[1].split(",")}):
+            return found
+        ways.append(found)
+    return ways[0]
+
+
+def _votes_between(found: list[tuple[Collective, str]], workers: set[str]) -> bool:
+    """True where some words travel between workers, and none between them and inside of them at once."""
+    words = []
+    for one, _ in found:
+        if one.op in ("all-to-all", "all-gather") and all(x.dtype == "u32" for x in one.operands):
+            words.append({*(one.axes or ())})
+    return any(x and x <= workers for x in words) and all(
+        x <= workers or not x & workers for x in words
+    )
 
 
 def sent_bytes(listed: Iterable[Collective], *, gated: bool = False) -> dict[Axes, float]:
@@ -305,7 +335,10 @@ def _of_interest(body: str) -> list[Instruction]:
 def _is_collective(one: Instruction) -> bool:
     if one.opcode.removesuffix("-start") in _SENT:
         return True
-    sends = one.opcode == "send" and "is_host_transfer=true" not in one.attributes
+    between = one.opcode == "send" and _BETWEEN_SLICES.search(one.line)
+    if between and between[1] in _MEGASCALE:
+        return True
+    sends = one.opcode == "send" and ("is_host_transfer=true" not in one.attributes or between)
     if sends or any(peers in one.attributes for peers in PEERS):
         raise _unknown(f"the collective {one.opcode!r}", one.line)
     return False
@@ -353,19 +386,38 @@ def _started(sites: list[_Site]) -> Iterator[_Site]:
             yield site
 
 
-def _collective(site: _Site, types: dict[str, str], mesh: AnyMesh) -> Collective:
+def _collective(
+    site: _Site, types: dict[str, str], bodies: dict[str, str], mesh: AnyMesh, slices: np.ndarray
+) -> Collective:
     at = site.at
-    op, operands = at.opcode.removesuffix("-start"), _operands(at, types)
+    op, groups = at.opcode.removesuffix("-start"), at.attributes
+    if op == "send":
+        op, groups = _MEGASCALE[_BETWEEN_SLICES.findall(at.line)[0]], at.line
+        at = at._replace(operands=at.operands.partition(",")[0])  # the other is a token
+    operands = _operands(at, types)
     if op == "ragged-all-to-all":  # the others: the output's buffer, offsets and sizes
         operands = operands[:1]
+    for key, reducer in _CALLED.findall(at.attributes):
+        if key == "to_apply":
+            operands = _out_of_words(operands, bodies.get(reducer.removeprefix("%"), ""))
     # XLA for TPU writes a fused reduce-scatter as the all-reduce and the slice that it replaces.
     if op == "all-reduce" and site.computation.startswith("all-reduce-scatter"):
         op = "reduce-scatter"
     try:
-        axes, size = joined(at.attributes, mesh, pairs=op == "collective-permute")
-    except ValueError as wrong:
+        axes, size = joined(groups, mesh, slices, pairs=op == "collective-permute")
+    except (ValueError, IndexError) as wrong:
         raise _unknown(f"the groups or pairs of {mesh.size} devices", at.line) from wrong
     return Collective(op, operands, axes, size, *site.run)
+
+
+def _out_of_words(operands: tuple[Operand, ...], reducer: str) -> tuple[Operand, ...]:
+    """Operands as what their reducer adds, where XLA has put several short numbers into a word."""
+    short = {dtype for dtype in _IN_WORDS.findall(reducer) if dtype[0] != "u"}
+    if len(short) != 1 or any(x.dtype != "u32" for x in operands):
+        return operands
+    [dtype] = short
+    in_a_word = 4 // Operand(dtype, ()).bytes
+    return tuple([Operand(dtype, (*x.shape[:-1], x.shape[-1] * in_a_word)) for x in operands])
 
 
 def _operands(at: Instruction, types: dict[str, str]) -> tuple[Operand, ...]:
