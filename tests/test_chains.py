@@ -1,5 +1,7 @@
 """Optax around a vote, on one axis and on cut parameters: what differs between workers, what must not."""
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +10,8 @@ import numpy as np
 import optax
 import pytest
 from conftest import assert_same, mesh_on, normal
+from flax import nnx
+from flax.core import FrozenDict
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -295,6 +299,58 @@ def test_one_nan_in_one_shard_silences_a_worker_once_too():
     params = jax.device_put(PARAMS, workers.shardings(MESHES[mesh]))
     _, state = jax.jit(tx.update)(jax.device_put(grads, cut), tx.init(params), params)
     np.testing.assert_array_equal(state[0].trace["b"][:, 100, 3], [1, 0, 1, 1])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Model:
+    """As those of equinox, which are trees that can be called."""
+
+    w: Any
+    b: Any
+
+    def __call__(self, x):
+        return x @ self.w + self.b
+
+
+def on_four(tx, params):
+    """A transform on four workers, their gradients 0 to 3, and an update of them."""
+    workers = lc.Workers(mesh_on("data=4"), "data")
+    tx = lc.on_mesh(tx(workers), workers)
+    grads = jax.tree.map(lambda p: jnp.stack([i + 0 * p for i in range(4)]), params)
+    return tx, *tx.update(grads, tx.init(params), params)
+
+
+def test_a_mask_that_can_be_called_is_a_tree():
+    masks = {"mask": Model(True, False), "sync_where": Model(True, False), "sync": lc.sync.every(1)}
+    tx = functools.partial(lc.lion_cub, 0.5, weight_decay=0.5, **masks)
+    _, updates, state = on_four(
+        lambda workers: tx(workers=workers), Model(jnp.ones((4, 4)), jnp.ones(4))
+    )
+    assert updates.w[0, 0] == -0.75 and updates.b[0] == -0.5
+    assert state[0].drift.w > 0 and state[0].drift.b == -1
+
+
+CONTAINERS = {
+    "dict": dict, "FrozenDict": FrozenDict, "State": nnx.State, "Model": lambda x: Model(**x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_label_may_have_no_leaf(kind):
+    """Then its transform has a tree without arrays, which is not what `optax.tree.map_params` gives."""
+
+    def tx(workers):
+        kinds = {"workers": workers, "weight_decay": 0.0}
+        labels = {"a": {}, "b": {}, "c": {"sync": lc.sync.coded()}}
+        txs = {label: lc.lion_cub(0.5, **kinds, **more) for label, more in labels.items()}
+        txs["d"] = lc.owner_lion(0.5, **kinds)
+        return optax.partition(txs, lambda params: jax.tree.map(lambda _: "a", params))
+
+    tx, updates, state = on_four(tx, CONTAINERS[kind]({"w": jnp.ones(4), "b": jnp.ones(4)}))
+    assert {float(u) for x in jax.tree.leaves(updates) for u in x} == {-0.5}
+    found = [x for x in jax.tree.leaves(optax.tree.map_params(tx, jnp.shape, state)) if x == 4]
+    assert len(found) == 4
 
 
 def test_an_update_runs_without_jit_on_inner_axes_too():

@@ -1,5 +1,6 @@
 """Errors and warnings when a transform is built or traced; each has what to do instead."""
 
+import functools
 import inspect
 import warnings
 from functools import partial
@@ -33,11 +34,18 @@ def check_leaves(tree: optax.Params) -> optax.Params:
 
 
 def stands_in(params: optax.Params) -> bool:
-    """True for a node without arrays in place of parameters, as ``optax.tree.map_params`` gives.
+    """True for what ``optax.tree.map_params`` gives to ``init`` in place of parameters.
 
     State built of it has it where parameters' arrays are, and 0 in place of a tree of other arrays.
     """
-    return not jax.tree.leaves(params) and type(params) not in (dict, tuple, list, type(None))
+    return isinstance(params, _stand_in())
+
+
+@functools.cache
+def _stand_in() -> type:
+    given = []
+    optax.tree.map_params(lambda params: given.append(type(params)), lambda x: x, None)
+    return given[0]
 
 
 def check_local(updates: optax.Updates, axis: Axes) -> None:
@@ -250,9 +258,15 @@ def warn_if_on_several_devices(updates: optax.Updates) -> None:
         )
 
 
+def is_function(mask: Any) -> bool:
+    """True for a function that makes a mask; a tree of bools may have a ``__call__`` too, as a model."""
+    leaves = jax.tree.leaves(mask)
+    return bool(leaves) and all(map(callable, leaves))
+
+
 def as_mask(argument: str, mask: Any) -> Any:
     """A mask of leaves, or ``TypeError`` for one that is not of bools; a function once it is called."""
-    if callable(mask):
+    if is_function(mask):
         return lambda tree: as_mask(argument, mask(tree))
     for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
         if not isinstance(leaf, bool) and getattr(leaf, "dtype", None) != jnp.bool_:
@@ -266,7 +280,7 @@ def decay_mask(mask: Any) -> Any:
     mask = as_mask("mask", mask)
 
     def fitted(tree: optax.Params) -> optax.Params:
-        own = mask(tree) if callable(mask) else mask
+        own = mask(tree) if is_function(mask) else mask
         try:
             jax.tree.broadcast(own, tree)
         except ValueError as error:

@@ -392,7 +392,7 @@ def picks(mu: optax.Params, where: Any) -> optax.Params:
             "sync_where is given, and in two levels the momentum is in parts of many leaves at once: "
             "leave it out, or give Workers without a group"
         )
-    mask = where(mu) if callable(where) else where
+    mask = where(mu) if checks.is_function(where) else where
     given: Any = jax.tree.structure(mask)
     tree: Any = jax.tree.structure(mu)
     if given != tree:
