@@ -10,6 +10,13 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
+import jax
+
+if jax.__version_info__ < (0, 10, 2):  # as pyproject.toml says, which a --no-deps does not ask
+    raise ImportError(
+        f"lioncub_jax needs jax 0.10.2 or newer, and this is {jax.__version__}: pip install 'jax>=0.10.2'"
+    )
+
 from lioncub_jax import audit, mesh, training
 from lioncub_jax.audit import check_votes, watch
 from lioncub_jax.exchange import compilations, decide, momentum, quantize, sync, wires

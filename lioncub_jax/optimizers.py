@@ -386,9 +386,14 @@ def descending(
     weight_decay: optax.ScalarOrSchedule,
     mask: Mask,
 ) -> optax.GradientTransformationExtraArgs:
-    """``-lr (u + wd p)`` of a direction ``u``, the decay of the leaves in the mask only."""
+    """``-lr (u + wd p)`` of a direction ``u``, the decay of the leaves in the mask only.
+
+    Without decay ``update`` needs no parameters.
+    """
     check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
-    decay = optax.add_decayed_weights(weight_decay, checks.decay_mask(mask))
+    decay, mask = optax.identity(), checks.decay_mask(mask)
+    if not isinstance(weight_decay, (int, float)) or weight_decay:
+        decay = optax.add_decayed_weights(weight_decay, mask)
     return optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate))
 
 

@@ -89,6 +89,17 @@ def test_one_worker_is_optax_lion_bit_for_bit():
             assert_equal(jax.tree.map(lambda x: x[:, 0], state[0].mu), lion.mu)
 
 
+def test_without_decay_no_parameters_are_needed():
+    """As trainers that call ``update(grads, state)``."""
+    params, grads = of_shapes(SMALL), jax.tree.map(np.ones_like, of_shapes(SMALL))
+    for make in (lc.lion_cub, lc.distributed_lion, lc.owner_lion, lc.owner_adamw):
+        tx = make(0.1, weight_decay=0.0, mask={"w": True, "b": False}, workers=None)
+        updates, _ = tx.update(grads, tx.init(params))
+        assert_equal(updates, tx.update(grads, tx.init(params), params)[0])
+        with pytest.raises(ValueError, match="params"):
+            make(0.1, workers=None).update(grads, tx.init(params))
+
+
 def test_one_worker_with_several_buckets_is_the_one_with_one():
     """Owners' states of each bucket move, and their counters stay where the worker abstains."""
     params, grads = of_shapes(SMALL), of_shapes(SMALL, 4, 1)

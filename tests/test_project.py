@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import yaml
+from conftest import run_python
 from pages import ROOT, block
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -32,6 +33,15 @@ def test_workflows_may_only_read_end_in_time_and_try_our_pythons():
             assert job["timeout-minutes"] <= 240, name
             matrix = job.get("strategy", {}).get("matrix", {})
             assert matrix.get("python", pythons) == pythons, name
+
+
+def test_an_older_jax_is_refused_at_the_import():
+    """Which would end in an ``AttributeError`` somewhere."""
+    [floor] = [x.partition(">=")[2] for x in PROJECT["dependencies"] if x.startswith("jax>")]
+    *major, patch = map(int, floor.split("."))
+    older = f"import jax; jax.__version_info__ = {(*major, patch - 1)}; import lioncub_jax"
+    done = run_python("-c", older)
+    assert f"ImportError: lioncub_jax needs jax {floor} or newer" in done.stderr, done.stderr
 
 
 def test_the_citation_is_of_this_version_and_says_what_the_readme_says():

@@ -3,6 +3,7 @@
 What a method of the library sends by itself is no error: every test that compiles one says so.
 """
 
+import sysconfig
 import warnings
 from types import SimpleNamespace
 
@@ -169,6 +170,21 @@ def test_gradients_that_are_averaged_before_the_vote(tx):
         "leave lax.pmean out",
     ):
         in_pmap(step, tx.init).compile()
+
+
+def test_a_line_of_a_library_is_told_with_who_called_it(mesh):
+    """As of one that wraps functions of JAX."""
+    source = "def mean(x):\n    return lax.pmean(x, 'data')"
+    library = {"lax": lax}
+    exec(compile(source, f"{sysconfig.get_path('purelib')}/wrapping.py", "exec"), library)
+
+    def step(params, batch):
+        grads = jax.tree.map(lambda x: library["mean"](x * batch.sum()), params)
+        return CUB.update(grads, CUB.init(params), params)[0]
+
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
+    with refused(r"f32\[300\] \(.*\), 2.1 kB, \S*wrapping.py:2, called at \S*test_watch.py:"):
+        jax.jit(jax.shard_map(step, mesh=mesh, **specs))({"w": jnp.ones(300)}, BATCH)
 
 
 def test_every_array_is_counted_and_the_four_largest_are_named(mesh):

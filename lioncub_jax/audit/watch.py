@@ -9,6 +9,7 @@ import contextlib
 import math
 import re
 import sys
+import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ _FLOATS = re.compile(r"\b(?:bf16|f\d\w*|c64|c128)\[([\d,]+)\]")
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", re.M)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", re.M)
 _HERE = str(Path(__file__).parents[1])
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 
 
 def mode(wanted: str) -> str:
@@ -298,18 +300,23 @@ def _like(text: str, array: Any) -> str:
 
 
 def _written(text: str, line: str) -> str:
-    """The line of the caller's program that a collective comes from, where the text says it."""
+    """The lines of the caller's program that a collective comes from, where the text says them."""
     frame = re.search(r"stack_frame_id=(\d+)", line)
     head = text[: text.find("\n%")]
     named = head[head.find("FileNames") : head.find("FunctionNames")]
     files = dict(re.findall(r'^(\d+) "([^"]+)"', named, re.M))
-    places = {i: (files.get(file, ""), at) for i, file, at in _LOCATION.findall(head)}
+    lines = {i: (files.get(file, ""), at) for i, file, at in _LOCATION.findall(head)}
     # A parent is counted from 1, and 1 is none.
-    frames = {int(i): (places.get(at), int(up) - 1) for i, at, up in _FRAME.findall(head)}
-    place, parent = frames.get(int(frame[1]) if frame else 0, (None, 0))
-    while place and place[0].startswith(_HERE) and parent in frames:
-        place, parent = frames[parent]
-    return ", {}:{}".format(*place) if place and place[0] else ""
+    frames = {int(i): (lines.get(at), int(up) - 1) for i, at, up in _FRAME.findall(head)}
+    places, at = [], int(frame[1]) if frame else 0
+    while at in frames:
+        place, at = frames[at]
+        if place and place[0] and not place[0].startswith(_HERE):
+            places.append(place)
+    # A library that wraps functions of JAX stands between: who called it is told too.
+    users = [x for x in places if not x[0].startswith(_LIBRARIES)]
+    told = ", {}:{}".format(*places[0]) if places else ""
+    return told + (", called at {}:{}".format(*users[0]) if users and users[0] != places[0] else "")
 
 
 def _explained(program: Program, wrong: list[_Sent]) -> str:
