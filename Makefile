@@ -36,6 +36,11 @@ need_python = $($(1)) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/d
 	echo "error: lioncub_jax needs Python 3.11 or newer, and $(1)=$($(1)) is not:" \
 	"$$($($(1)) --version 2>&1 | head -n 1). Name one: make $(1)=/path/to/python3" >&2; exit 1; }
 
+# Runs a command when no other make runs one: two that made one environment at once would leave none. The
+# lock ends with its process, however that ends.
+alone = $(PYTHON) -c 'import fcntl, subprocess, sys; lock = open(".make.lock", "w"); \
+	fcntl.flock(lock, fcntl.LOCK_EX); sys.exit(subprocess.call(sys.argv[1:]))'
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-long lint format docs docs-test oldest newest wheel-test bench lock clean
 
@@ -46,8 +51,19 @@ help: ## print this list
 
 venv: $(READY) ## create .venv with everything below needs
 
+# An environment is ready when its file is there, which is made last: a half-made one is made again.
 $(READY): pyproject.toml $(LOCK)
+$(OLDEST_READY): pyproject.toml requirements/oldest.txt
+$(TPU_READY): $(READY) $(TPU)
+$(LOG_READY): $(READY) $(LOG)
+$(DOCS_READY): $(READY) $(DOCS)
+
+ifndef ALONE
+$(READY) $(OLDEST_READY) $(TPU_READY) $(LOG_READY) $(DOCS_READY):
 	@$(call need_python,PYTHON)
+	@$(alone) $(MAKE) --no-print-directory ALONE=1 $@
+else
+$(READY):
 	$(PYTHON) -m venv --clear $(VENV)
 ifneq ($(filter $(PY_VERSION),$(LOCKED_PYTHONS)),)
 	@echo "installing the versions in $(LOCK) (about half a minute)"
@@ -59,6 +75,27 @@ else
 	$(VENV)/bin/python $(PIP_INSTALL) -e '.[plots,test,lint]'
 endif
 	@touch $@
+
+$(TPU_READY):
+	rm -rf $(@D)
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --require-hashes --target $(@D) -r $(TPU)
+	@touch $@
+
+$(LOG_READY):
+	$(VENV)/bin/python -m venv --clear .venv-log
+	$(VENV)/bin/python -c '$(SITE)' > "$$(.venv-log/bin/python -c '$(SITE)')/seen.pth"
+	.venv-log/bin/python $(PIP_INSTALL) -r $(LOG)
+	@touch $@
+
+$(DOCS_READY):
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --require-hashes -r $(DOCS)
+	@touch $@
+
+$(OLDEST_READY):
+	$(PYTHON) -m venv --clear .venv-oldest
+	.venv-oldest/bin/python $(PIP_INSTALL) -c requirements/oldest.txt -e '.[plots,test]'
+	@touch $@
+endif
 
 demo: $(READY) ## train the example, with output in runs/demo
 	$(VENV)/bin/python examples/train_gpt.py $(DEMO_ARGS)
@@ -75,17 +112,6 @@ test-long: $(READY) $(TPU_READY) $(LOG_READY) ## run what is left, for a release
 	JAX_PLATFORMS=cpu PYTHONPATH=$(CURDIR)/$(VENV)/tpu $(VENV)/bin/python $(PYTEST) -m tpu tests/test_ahead_of_time.py
 	$(VENV)/bin/python tests/mutants.py --jobs $(TEST_JOBS)
 
-$(TPU_READY): $(READY) $(TPU)
-	rm -rf $(@D)
-	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --require-hashes --target $(@D) -r $(TPU)
-	@touch $@
-
-$(LOG_READY): $(READY) $(LOG)
-	$(VENV)/bin/python -m venv --clear .venv-log
-	$(VENV)/bin/python -c '$(SITE)' > "$$(.venv-log/bin/python -c '$(SITE)')/seen.pth"
-	.venv-log/bin/python $(PIP_INSTALL) -r $(LOG)
-	@touch $@
-
 lint: $(READY) ## check style, formatting and types
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
@@ -95,21 +121,11 @@ format: $(READY) ## rewrite the sources as lint wants them
 	$(VENV)/bin/python -m ruff check --fix .
 	$(VENV)/bin/python -m ruff format .
 
-$(DOCS_READY): $(READY) $(DOCS)
-	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --require-hashes -r $(DOCS)
-	@touch $@
-
 docs: $(DOCS_READY) ## build the site in build/docs, and run its tutorial
 	$(VENV)/bin/python -m sphinx -q --fail-on-warning --keep-going docs build/docs
 
 docs-test: docs ## click through the site in chromium, where that is installed
 	$(VENV)/bin/python -m pytest -rs -m browser tests/test_site.py
-
-$(OLDEST_READY): pyproject.toml requirements/oldest.txt
-	@$(call need_python,PYTHON)
-	$(PYTHON) -m venv --clear .venv-oldest
-	.venv-oldest/bin/python $(PIP_INSTALL) -c requirements/oldest.txt -e '.[plots,test]'
-	@touch $@
 
 oldest: $(OLDEST_READY) ## run the tests with the oldest supported jax, flax and optax
 	.venv-oldest/bin/python $(PYTEST)
@@ -161,6 +177,6 @@ lock: ## resolve requirements/lock.txt anew
 		--custom-compile-command "make lock" --quiet --output-file $(DOCS)
 
 clean: ## remove environments, caches and builds; runs/ stays
-	rm -rf .venv .venv-oldest .venv-newest .venv-wheel .venv-lock .venv-log build dist *.egg-info
+	rm -rf .make.lock .venv .venv-oldest .venv-newest .venv-wheel .venv-lock .venv-log build dist *.egg-info
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -89,6 +89,20 @@ def test_one_worker_is_optax_lion_bit_for_bit():
             assert_equal(jax.tree.map(lambda x: x[:, 0], state[0].mu), lion.mu)
 
 
+def test_one_infinite_gradient_is_left_out_where_optax_lion_moves_for_ever():
+    grads = {"w": np.full((40, 1, 130), -1, np.float32)}
+    grads["w"][3, :, 7] = np.inf
+    params, options = {"w": np.zeros(130, np.float32)}, {"weight_decay": 0.0, "b2": 0.5}
+    by_lion, _ = by_optax(
+        optax.lion(1.0, **options), params, jax.tree.map(lambda g: g[:, 0], grads)
+    )
+    assert (by_lion["w"][3:, 7] == -1).all()
+    makers = {"vote": lc.lion_cub, "owner": lc.owner_lion}
+    txs = {name: make(1.0, workers=AXIS, **options) for name, make in makers.items()}
+    for updates, _ in run_workers(txs, params, grads).values():
+        assert not updates["w"][3].any() and (updates["w"][4:] == 1).all()
+
+
 def test_without_decay_no_parameters_are_needed():
     """As trainers that call ``update(grads, state)``."""
     params, grads = of_shapes(SMALL), jax.tree.map(np.ones_like, of_shapes(SMALL))

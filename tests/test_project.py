@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 import warnings
 
@@ -99,3 +101,19 @@ def test_the_newest_version_of_the_changelog_is_that_of_the_project():
         r"^## \[(.+)\] - 20\d\d-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M
     )
     assert found[0] == PROJECT["version"] and found == sorted(found, reverse=True)
+
+
+def test_two_makes_on_a_fresh_clone_make_one_environment(tmp_path):
+    """The second waits for the first; what a make that was stopped has left is made again."""
+    for name in ("Makefile", "pyproject.toml", "requirements"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".venv/lib/half").mkdir(parents=True)
+    # In place of pip, which takes half a minute: each call says so, and takes a second.
+    pip = "-c 'import time; print(\"pip\", flush=True); time.sleep(1)'"
+    command = ["make", "venv", f"PYTHON={sys.executable}", f"PIP_INSTALL={pip}"]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
+    both = [subprocess.Popen(command, **pipe) for _ in range(2)]
+    said = [one.communicate(timeout=100)[0] for one in both]
+    assert [one.returncode for one in both] == [0, 0], said
+    assert sorted(text.count("\npip") for text in said)[0] == 0 and "\npip" in "".join(said), said
+    assert not (tmp_path / ".venv/lib/half").exists()
