@@ -16,6 +16,7 @@ from flax import linen as nn
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from pages import block
 
 import lioncub_jax as lc
 
@@ -139,27 +140,30 @@ def test_a_loss_that_compares_the_rows_of_all_workers_is_that_of_all_rows(kind):
     assert abs(alone - wanted) > 0.1 * wanted
 
 
-@on_both_kinds
-def test_a_masked_mean_divides_by_the_mean_number_of_entries_of_the_workers(kind):
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_masked_mean_is_that_of_the_whole_batch(accumulate):
     """Workers have 0 to 3 of their three rows; what each divides by its own number is another loss."""
-    mask = np.float32([0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 0])
+    names = {"jnp": jnp}
+    exec(block("how_to/trainer.md", "run: masked").partition("mask = ")[0], names)
+    mask, params = np.float32([0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 0]), {"w": normal(6, 2)}
 
-    def masked(params, batch, over_workers=False):
-        x, mask = batch
-        entries = jnp.sum(mask)
-        if over_workers:
-            entries = lax.psum(entries, "data") / W
-        losses = jnp.sum((x * params["b"]) ** 2, axis=1)
-        return jnp.sum(losses * mask) / jnp.maximum(entries, 1e-6)
+    def step(loss, batch):
+        tx = lc.global_gradients(optax.sgd(1.0), workers=workers_of())
+        state = lc.init_state(tx, params, workers_of())
+        state, metrics = lc.make_train_step(loss, tx, workers_of(), accumulate=accumulate)(
+            state, batch
+        )
+        return params["w"] - state.params["w"], metrics["loss"]
 
-    wanted, slope = jax.value_and_grad(masked)(PARAMS, (X, mask))
-    with jax.set_mesh(workers_of(kind).mesh):
-        right = functools.partial(masked, over_workers=True)
-        value, grads = jax.jit(grad_of(right, workers_of(kind)))(PARAMS, (X, mask))
-        alone, _ = jax.jit(grad_of(masked, workers_of(kind)))(PARAMS, (X, mask))
+    def of_its_own(params, batch, rng=None):
+        return names["masked"](params, (*batch, batch[1].mean() + 1e-6))
+
+    whole = X, mask, mask.mean()
+    wanted, slope = jax.value_and_grad(names["masked"])(params, whole)
+    found, value = step(names["masked"], whole)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
-    np.testing.assert_allclose(np.mean(grads["b"]), slope["b"], rtol=1e-5)
-    assert abs(alone - wanted) > 0.1 * wanted
+    np.testing.assert_allclose(found, slope["w"], rtol=1e-4)
+    assert abs(step(of_its_own, whole[:2])[1] - wanted) > 0.05 * wanted
 
 
 # --- What arguments and results are to the workers
