@@ -36,10 +36,10 @@ need_python = $($(1)) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/d
 	echo "error: lioncub_jax needs Python 3.11 or newer, and $(1)=$($(1)) is not:" \
 	"$$($($(1)) --version 2>&1 | head -n 1). Name one: make $(1)=/path/to/python3" >&2; exit 1; }
 
-# Runs a command when no other make runs one: two that made one environment at once would leave none. The
-# lock ends with its process, however that ends.
-alone = $(PYTHON) -c 'import fcntl, subprocess, sys; lock = open(".make.lock", "w"); \
-	fcntl.flock(lock, fcntl.LOCK_EX); sys.exit(subprocess.call(sys.argv[1:]))'
+# Runs a command when no other make runs one: two that made one environment at once would leave none. All that
+# it starts inherit the lock, so that a pip whose make was stopped has it to its end.
+alone = $(PYTHON) -c 'import fcntl, os, sys; lock = os.open(".make.lock", os.O_CREAT | os.O_RDWR); \
+	fcntl.flock(lock, fcntl.LOCK_EX); os.set_inheritable(lock, True); os.execvp(sys.argv[1], sys.argv[1:])'
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-long lint format docs docs-test oldest newest wheel-test bench lock clean

@@ -189,6 +189,24 @@ def other_code(folder):
         step(state, {"x": ALL})
 
 
+def another_rate(folder):
+    """Set by hand in one process, between two calls that compare."""
+    vote = optax.inject_hyperparams(lc.lion_cub, static_args=("workers",))(0.5, workers="data")
+    state, step = started(("data", "fsdp"), tx=vote)
+    rows = {"x": np.split(ALL, 2)[jax.process_index()]}
+    for _ in range(4):
+        state, _ = step(state, rows)
+    for rates in ([0.25, 0.25], [0.25, 0.125]):
+        state.opt_state.hyperparams["learning_rate"] = jnp.float32(rates[jax.process_index()])
+        state, _ = step(state, rows)
+    for _ in range(2):
+        state, _ = step(state, rows)
+    with pytest.raises(
+        ValueError, match=r"scalars .*\['learning_rate'\] = 0.25`, .* = 0.125`. Run"
+    ):
+        step(state, rows)
+
+
 def leave(folder):
     """An error of one, in the context that ends it; the last task, for nobody comes back."""
     with lc.mesh.end_on_error():
@@ -501,7 +519,8 @@ def loop(folder):
 
 
 PAIR = (
-    train, rows_fit, other_code, votes_alone, differ, other_workers, agree, refuse, alone, heal, stop
+    train, rows_fit, other_code, another_rate, votes_alone, differ, other_workers, agree, refuse, alone,
+    heal, stop,
 )  # fmt: skip
 
 

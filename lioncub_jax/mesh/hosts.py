@@ -299,10 +299,7 @@ def _by_name(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def check_same_program(lowered: jax.stages.Lowered, arguments: dict[str, Any]) -> None:
     """Compares all but the values of arrays, as `check_same_step`; the arguments are global."""
-    leaves, scalars = _by_name(arguments), {}
-    for name, x in leaves.items():
-        if jnp.ndim(x) == 0 and (not isinstance(x, jax.Array) or x.is_fully_replicated):
-            scalars[name] = x
+    leaves = _by_name(arguments)
     program = lowered.as_text().splitlines()
     collectives = [match for line in program if (match := _COLLECTIVE.search(line))]
     meshes = [getattr(getattr(x, "sharding", None), "mesh", None) for x in leaves.values()]
@@ -311,14 +308,38 @@ def check_same_program(lowered: jax.stages.Lowered, arguments: dict[str, Any]) -
         "versions": [f"jax {jax.__version__}, lioncub_jax {version('lioncub_jax')}"],
         "devices of the mesh": [*dict.fromkeys(devices)],
         "arguments": [f"{name}: {jax.typeof(x)}" for name, x in leaves.items()],
-        "scalars": [f"{name} = {np.asarray(key_words(x)).tolist()}" for name, x in scalars.items()],
+        "scalars": _scalars(leaves),
         "collectives": [f"{x[1]} {x[2] or ''}" for x in collectives],
         "lines of the program": program,
-    }, "Run the same code with the same arguments (optimizer, bucket_size, rates) and versions on each "
-    "host; what is each host's own belongs in the batch")  # fmt: skip
+    })  # fmt: skip
 
 
-def _check_same_lines(parts: dict[str, list[str]], cure: str) -> None:
+def check_same_scalars(calls: int, arguments: dict[str, Any]) -> None:
+    """Compares numbers among the arguments of a step, in a few calls, and then in each 128th.
+
+    A rate that one process has set by hand lies on no mesh, and in the next call in what the mesh calls one
+    value. So the value that each process has is what is compared.
+    """
+    if calls & (calls - 1) == 0 or calls % 128 == 0:
+        _check_same_lines({"scalars": _scalars(_by_name(arguments))})
+
+
+def _scalars(leaves: dict[str, Any]) -> list[str]:
+    """Numbers that are the same in all processes, with their names."""
+    return [
+        f"{name} = {np.asarray(key_words(x)).tolist()}"
+        for name, x in leaves.items()
+        if jnp.ndim(x) == 0 and (not isinstance(x, jax.Array) or x.is_fully_replicated)
+    ]
+
+
+_SAME_CODE = (
+    "Run the same code with the same arguments (optimizer, bucket_size, rates) and versions on each "
+    "host, and set a rate on all of them; what is each host's own belongs in the batch"
+)
+
+
+def _check_same_lines(parts: dict[str, list[str]], cure: str = _SAME_CODE) -> None:
     """Raises ``ValueError`` for the first part that is not the same in all processes."""
     sums = [zlib.crc32("\n".join(lines).encode()) for lines in parts.values()]
     # Of one size, whatever the processes run.

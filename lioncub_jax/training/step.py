@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax.exchange.arguments import check_count
 from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh import axes
-from lioncub_jax.mesh.hosts import Batches, Waits, check_same_program, together
+from lioncub_jax.mesh.hosts import Batches, Waits, check_same_program, check_same_scalars, together
 from lioncub_jax.mesh.placement import (
     Workers,
     check_alive,
@@ -83,7 +83,7 @@ class TrainStep:
     def __init__(
         self, step: Callable[..., Any], workers: Workers, batches: Batches, in_kinds: Kinds
     ):
-        self.traces, self._step, self._workers = 0, step, workers
+        self.traces, self._step, self._workers, self._calls = 0, step, workers, 0
         self._batches, self._in_kinds = batches, in_kinds
         self._bounded = workers.mesh.devices.flat[0].platform == "cpu"
         self._in_flight: deque[jax.Array] = deque(maxlen=8)
@@ -111,7 +111,8 @@ class TrainStep:
           TypeError: inside ``jit``, ``scan``, ``vmap`` or ``grad``, and for a batch of what is no array.
           ValueError: for a batch that does not divide or whose leaves have unlike rows, rows of processes
             that do not fit, a state that an earlier step was given or that lies on another mesh, and
-            processes whose steps differ, in the first call.
+            processes whose steps differ, in the first call, or whose numbers do, in calls 1, 2, 4 and so on
+            to 128, and in each 128th.
         """
         self._check(state, batch)
         if self._batches.shared:
@@ -122,6 +123,9 @@ class TrainStep:
             traced = together("the step was not traced", partial(self._jitted.lower, *arguments))
             check_same_program(traced, {"state": state, "batch": arguments[1]})
             self._waits = Waits()
+        elif self._batches.shared:
+            check_same_scalars(self._calls, {"state": state, "batch": arguments[1]})
+        self._calls += 1
         state, metrics = self._jitted(*arguments)
         # XLA's CPU collectives deadlock where dozens of steps are in flight; eight cost nothing.
         self._in_flight.append(metrics["loss"])
