@@ -444,6 +444,8 @@ def global_gradients(
     tx = optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> GlobalState:
+        for path, _ in jax.tree_util.tree_leaves_with_path(params):
+            checks.check_trained(path)
         return GlobalState(tx.init(wires.agreed(params, everyone)))
 
     def update(

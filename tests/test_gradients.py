@@ -13,6 +13,7 @@ import pytest
 from conftest import in_order, normal, on_both_kinds, workers_on
 from flax import jax_utils, nnx
 from flax import linen as nn
+from flax.training import train_state
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -164,6 +165,43 @@ def test_a_masked_mean_is_that_of_the_whole_batch(accumulate):
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     np.testing.assert_allclose(found, slope["w"], rtol=1e-4)
     assert abs(step(of_its_own, whole[:2])[1] - wanted) > 0.05 * wanted
+
+
+def test_scales_of_fp8_layers_are_overwritten_by_those_of_all_workers():
+    """As by flax's own trainer, which is given the rows of all."""
+    model = nn.Dense(8, dot_general_cls=nn.fp8_ops.Fp8DirectDotGeneralOp)
+    x, workers = normal(16, 16), workers_on("data=4")
+    variables = model.init(jax.random.key(0), x)
+    fp8 = "_overwrite_with_gradient"
+
+    def trained(tx, gradient):
+        state = train_state.TrainState.create(apply_fn=None, params=variables, tx=tx)
+
+        @jax.jit
+        def step(state):
+            return state.apply_gradients(grads=gradient(state.params, x))
+
+        return step(step(state)).params[fp8]
+
+    def loss(variables, x):
+        return jnp.mean((model.apply(variables, x) - 1) ** 2)
+
+    tx = lc.on_mesh(lc.lion_cub(0.0, workers=workers), workers)
+    of_workers = trained(tx, lambda *given: lc.worker_value_and_grad(loss, workers)(*given)[1])
+    whole = trained(optax.sgd(0.0), jax.grad(loss))
+    for name, scale in jax.tree_util.tree_leaves_with_path(whole):
+        found = dict(jax.tree_util.tree_leaves_with_path(of_workers))[name]
+        # The loss of a worker is a mean of a fourth of the rows.
+        gradients = "output_grad" in jax.tree_util.keystr(name)
+        assert (
+            (scale > 0).any() and (found >= scale).all() if gradients else (found == scale).all()
+        ), name
+    for make in (
+        lc.lion_cub,
+        lambda rate, workers: lc.global_gradients(optax.adam(rate), workers=workers),
+    ):
+        with pytest.raises(ValueError, match=r"_overwrite_with_gradient.*give it variables"):
+            lc.init_state(make(1e-3, workers=workers), variables, workers)
 
 
 # --- What arguments and results are to the workers

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ def check_leaves(tree: optax.Params) -> optax.Params:
     """The tree, Python's numbers in it as arrays; raises ``TypeError`` for a leaf that is not floating."""
     check_arrays(tree, int, float, complex)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        check_trained(path)
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             given = f"leaf {jax.tree_util.keystr(path) or '(root)'} is {jnp.result_type(leaf)}"
             wanted = (
@@ -31,6 +33,21 @@ def check_leaves(tree: optax.Params) -> optax.Params:
             )
             raise TypeError(f"{given}: only floating leaves can vote; {wanted}")
     return jax.tree.map(lambda x: x if hasattr(x, "shape") else jnp.asarray(x), tree)
+
+
+def is_overwritten(path: Sequence[Any]) -> bool:
+    """True for a path into what flax keeps of fp8 layers, of which the gradient is the next value."""
+    return any(getattr(key, "key", None) == "_overwrite_with_gradient" for key in path)
+
+
+def check_trained(path: Sequence[Any]) -> None:
+    """Raises ``ValueError`` for what flax does not train, among the parameters of an optimizer."""
+    if is_overwritten(path):
+        raise ValueError(
+            f"the optimizer is given {jax.tree_util.keystr(tuple(path))}, which fp8 layers keep, and whose "
+            "gradient is its next value: give it variables['params'] alone, as TrainState of flax does, "
+            "and take gradients with lioncub_jax.worker_value_and_grad, which has that value of all workers"
+        )
 
 
 def stands_in(params: optax.Params) -> bool:

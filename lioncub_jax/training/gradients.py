@@ -13,6 +13,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
+from lioncub_jax.exchange import checks, wires
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers, worker_axes
@@ -96,7 +97,8 @@ def worker_value_and_grad(
       Explicit inner axes arguments and results stay cut as their types say. An ``nnx.Module`` may stand
       for the parameters, as with ``nnx.value_and_grad``: gradients are those of its ``nnx.Param``, its
       random streams go on, each worker's its own, and so does other state, such as batch statistics, which
-      it holds as ``[workers, ...]`` (`own_state`).
+      it holds as ``[workers, ...]`` (`own_state`). Of ``_overwrite_with_gradient`` of flax, which fp8
+      layers keep, ``grads`` have the next values, the largest of all workers, the same for all.
 
     Raises:
       TypeError, ValueError: as `on_mesh`; for a loss that closes over an array that lies on the mesh; when
@@ -156,12 +158,18 @@ def worker_value_and_grad(
             _, (aux, _) = in_worker(loss)(params, leaves)
             return _aux_specs(aux, aux_kinds, workers)
 
+        def own_or_next(path: Any, g: jax.Array) -> jax.Array:
+            """A worker's gradient ``[1, ...]``; of what is overwritten with it the largest of all."""
+            return (
+                wires.max_over_workers(g, workers.axes) if checks.is_overwritten(path) else g[None]
+            )
+
         def on_worker(params: optax.Params, leaves: list[Any]) -> Any:
             """Gradients ``[1, ...]``, counts of random streams, loss and ``aux`` by `reduce_results`."""
             run = in_worker(jax.value_and_grad(loss, has_aux=True))
             (value, (aux, counts)), grads = run(params, leaves)
             kinds.warn_of_ratios(aux, aux_kinds)
-            grads = jax.tree.map(lambda g: g[None], grads)
+            grads = jax.tree_util.tree_map_with_path(own_or_next, grads)
             for i, kind in enumerate(stream_kinds):
                 counts[i] = counts[i][None] if kind is Kind.PER_WORKER else counts[i]
             each = [Kind.SHARED, *kinds.classify_outputs(aux, aux_kinds)]
@@ -174,7 +182,11 @@ def worker_value_and_grad(
             aux_specs = jax.eval_shape(probe, params, leaves).value
         # Streams with one beginning draw as often, so nothing is sent to agree on it.
         count_specs = [kinds.spec_over_workers(kind, workers, P()) for kind in stream_kinds]
-        out_specs = stacked(param_specs, workers.axes), count_specs, aux_specs, P(), P()
+        grad_specs = jax.tree_util.tree_map_with_path(
+            lambda path, spec, own: spec if checks.is_overwritten(path) else own,
+            *(param_specs, stacked(param_specs, workers.axes)),
+        )
+        out_specs = grad_specs, count_specs, aux_specs, P(), P()
         grads, counts, *results = map_workers(on_worker, out_specs=out_specs)(params, leaves)
         for variable, count in zip(modules.find_stream_counts(args), counts, strict=True):
             variable[...] = count  # as transforms of nnx do
