@@ -2,18 +2,13 @@
 
     python examples/several_hosts.py --address host0:1234 --hosts 2 --index 0 --folder /shared/run
 
-Under Slurm, on a TPU pod, and in the lab, leave the first three options out: JAX
-knows them there. docs/how_to/several_hosts.md has more.
+Under Slurm and MPI, on a TPU pod and in the lab, leave the first three options out: the launcher says them.
+docs/how_to/several_hosts.md has more.
 """
 
 import argparse
-import contextlib
 import inspect
-import os
-import socket
 import sys
-import threading
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -27,12 +22,14 @@ CONTEXT, ROWS = 8, 64  # rows of a device
 def main() -> None:
     args = options()
     address, hosts, index = args.address, args.hosts, args.index
-    folder, steps = args.folder, args.steps
+    folder, steps, wait = args.folder, args.steps, args.wait
     learning_rate = 3e-3  # for this small model
-    with ends_after(args.wait, address, index):
+    try:
         # [several hosts]
-        jax.distributed.initialize(address, hosts, index, heartbeat_timeout_seconds=30)
+        lc.mesh.join(address, hosts, index, wait=wait, heartbeat_timeout_seconds=30)
         # [/several hosts]
+    except (ValueError, TimeoutError) as error:
+        sys.exit(f"error: {error}")
     # [several hosts]
     workers = lc.Workers(lc.mesh.two_level_mesh(), "node", group="device")  # a host is a worker
     tx = lc.owner_adamw(learning_rate, weight_decay=0.1, workers=workers)
@@ -88,53 +85,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--folder", required=True, help="for checkpoints; all hosts see it")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--wait", type=float, default=45, help="seconds for a late host (45)")
-    args = parser.parse_args()
-    given = [args.address, args.hosts, args.index]
-    if None in given and given != [None] * 3:
-        parser.error("--address, --hosts and --index go together: give all three, or none")
-    if args.hosts is not None and not 0 <= args.index < args.hosts:
-        parser.error(f"--index {args.index}: {args.hosts} hosts count from 0 to {args.hosts - 1}")
-    return args
-
-
-@contextlib.contextmanager
-def ends_after(seconds: float, address: str | None, index: int | None) -> Iterator[None]:
-    """Ends this process with a sentence where the hosts do not meet in time.
-
-    JAX waits for five minutes, and its stack trace says neither which host nor which address.
-    """
-
-    def end() -> None:
-        place = "" if index is None else f"host {index}, "
-        print(f"error: {place}after {seconds:g} s: {why_not(address)}", file=sys.stderr, flush=True)
-        os._exit(1)  # the main thread is inside of JAX
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    except ValueError as error:
-        sys.exit(f"error: no other hosts are known ({error}): give --address, --hosts and --index")
-    finally:
-        timer.cancel()
-
-
-def why_not(address: str | None) -> str:
-    if address is None:
-        return "the cluster names hosts that did not start"
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except (OSError, ValueError) as error:
-        return (
-            f"{address} does not answer ({error}): give the HOST:PORT of host 0, start host 0, and open "
-            "the port in its firewall"
-        )
-    return (
-        f"{address} answers, but not all hosts came: give each host the same --address and --hosts, and "
-        "start all of them within --wait seconds"
-    )
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
         layout = meshes.build(args.mesh)
         if processes.is_first():
             report.claim(args.out, args.overwrite, args.resume)
-    except ValueError as error:
+    except (ValueError, TimeoutError) as error:
         parser.error(str(error))
     try:
         with saving.opened(args, layout) as checkpoints:

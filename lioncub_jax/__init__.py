@@ -7,7 +7,6 @@ Optimizers and the training step are here. Parts to build an optimizer of are in
 """
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -44,12 +43,11 @@ from lioncub_jax.training import (
     on_mesh,
     worker_value_and_grad,
 )
+from lioncub_jax.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lioncub_jax import baselines, checkpoint
     from lioncub_jax.checkpoint import Checkpoints, stop_on_sigterm
-
-    __version__: str
 
 __all__ = [
     "Checkpoints",
@@ -100,8 +98,6 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _FROM:
         return getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
-    if name == "__version__":
-        return importlib.metadata.version(__name__)
     for module in (quantize, wires, decide, momentum, sync, mesh):
         found = getattr(module, name, None)
         if str(getattr(found, "__module__", "")).startswith(module.__name__):
@@ -111,4 +107,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted({*globals(), *__all__})

@@ -22,14 +22,15 @@ PACKAGE = ROOT / "lioncub_jax"
 # A part is a file at the root of the package or a folder. It may import those named here.
 CORE = {"mesh", "exchange", "optimizers"}
 MAY_IMPORT = {
-    "mesh": set(),
+    "version": set(),
+    "mesh": {"version"},
     "exchange": {"mesh"},
     "optimizers": {"mesh", "exchange"},
     "training": CORE,
     "checkpoint": CORE,
     "baselines": CORE,
     "audit": {*CORE, "training"},
-    "__init__": {*CORE, "training", "audit", "baselines", "checkpoint"},
+    "__init__": {*CORE, "training", "audit", "baselines", "checkpoint", "version"},
     "tools": {*CORE, "training", "audit", "baselines", "checkpoint", "__init__"},
     "__main__": {"tools"},
 }
@@ -141,6 +142,11 @@ def test_no_data_is_run():
         "__init__",  # parts of its own, by names in a set
         "tools.cli.targets",  # what the command names
     }
+
+
+def test_nothing_asks_for_metadata_which_a_package_on_pythonpath_lacks():
+    assert uses(ast.parse("from importlib.metadata import version"), r"^importlib\.metadata")
+    assert [module for module in MODULES if uses(tree_of(module), r"^importlib\.metadata")] == []
 
 
 # --- What is loaded, and what starts a device

@@ -12,6 +12,8 @@ import yaml
 from conftest import run_python
 from pages import ROOT, block
 
+import lioncub_jax as lc
+
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -54,7 +56,8 @@ def test_the_citation_is_of_this_version_and_says_what_the_readme_says():
     first = readme.splitlines()[2].partition(".")[0]
     assert PROJECT["description"].partition(":")[0] == first
     assert citation["title"] == f"lioncub_jax: {first[0].lower()}{first[1:]}"
-    assert citation["version"] == PROJECT["version"] and citation["license"] == PROJECT["license"]
+    assert citation["version"] == PROJECT["version"] == lc.__version__
+    assert citation["license"] == PROJECT["license"]
     assert f"version = {{{PROJECT['version']}}}" in text  # of its BibTeX
 
 

@@ -74,20 +74,11 @@ def test_a_host_with_a_wrong_address_and_one_that_waits_for_it_say_so(machine, t
     wrong = AT.replace("worker0", "10.77.0.9")
     said, codes = in_the_lab(2, f"[ $RANK = 1 ] && {start} {wrong}; {start} {AT}")
     assert codes == [1, 1]
-    assert "0 | error: host 0, after 4 s: worker0:1234 answers, but not all hosts came" in said
-    assert "1 | error: host 1, after 4 s: 10.77.0.9:1234 does not answer" in said
-
-
-def test_options_that_do_not_go_together_are_refused(monkeypatch, capsys):
-    options = runpy.run_path(str(SCRIPT))["options"]
-    for given, words in {
-        "--index 1": "give all three, or none",
-        "--address a:1 --hosts 2 --index 2": "2 hosts count from 0 to 1",
-    }.items():
-        monkeypatch.setattr(sys, "argv", ["", "--folder", "x", *given.split()])
-        with pytest.raises(SystemExit):
-            options()
-        assert words in capsys.readouterr().err
+    assert (
+        "0 | error: process 0, after 4 s: worker0:1234 answers, but not all 2 processes came"
+        in said
+    )
+    assert "1 | error: process 1, after 4 s: 10.77.0.9:1234 does not answer" in said
 
 
 def test_commands_of_the_page_have_options_that_go_together(monkeypatch):
@@ -104,4 +95,4 @@ def test_commands_of_the_page_have_options_that_go_together(monkeypatch):
 
 def test_where_nobody_knows_of_other_hosts_it_says_what_to_give():
     done = run_python(SCRIPT, "--folder", "x", **TWO_CPUS)
-    assert done.returncode == 1 and "give --address, --hosts and --index" in done.stderr
+    assert done.returncode == 1 and "error: nobody says which processes there are" in done.stderr

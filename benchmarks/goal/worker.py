@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+import lioncub_jax as lc
 from goal import turns
 from goal.contenders import timed
 from goal.lab import NOTHING
@@ -14,7 +15,7 @@ from goal.trainer import Trainer, mesh_of
 
 
 def main() -> None:
-    jax.distributed.initialize()
+    lc.mesh.join()
     turns.work(Path(sys.argv[1]), jax.process_index(), step_of, largest)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from gpt import meshes, processes
+from gpt import meshes
 from gpt.optimizers import RECIPES
 
 
@@ -26,7 +26,6 @@ def settle(args: argparse.Namespace) -> None:
     args.mesh = sizes_of(args)
     if args.mesh:
         meshes.check(args.mesh, heads=args.heads, batch=args.batch)
-    processes.check(args)
     if args.resume and not args.checkpoint:
         raise ValueError("--resume: give --checkpoint DIR, the folder to go on from")
     args.bits = args.bits or recipe.bits
@@ -132,7 +131,7 @@ def add_files(add: Callable) -> None:
 def add_processes(add: Callable) -> None:
     add(
         "--distributed", action="store_true",
-        help="this is one process of several, and the cluster (Slurm, a TPU pod) knows the others",
+        help="this is one process of several, and its launcher (srun, mpirun, a TPU pod) knows the others",
     )  # fmt: skip
     add(
         "--heartbeat", type=whole(1), default=100, metavar="SECONDS",

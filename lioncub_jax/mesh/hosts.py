@@ -17,7 +17,6 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,6 +30,7 @@ from jax.typing import ArrayLike
 
 from lioncub_jax.mesh.placement import Workers, device_ids
 from lioncub_jax.mesh.specs import axes_of, product
+from lioncub_jax.version import __version__
 
 Result = TypeVar("Result")
 MOST_BYTES = 2**26  # bytes that a process may say at once: room is made for as many from each
@@ -305,7 +305,7 @@ def check_same_program(lowered: jax.stages.Lowered, arguments: dict[str, Any]) -
     meshes = [getattr(getattr(x, "sharding", None), "mesh", None) for x in leaves.values()]
     devices = [str(device_ids(x)) for x in meshes if isinstance(x, jax.sharding.Mesh)]
     _check_same_lines({
-        "versions": [f"jax {jax.__version__}, lioncub_jax {version('lioncub_jax')}"],
+        "versions": [f"jax {jax.__version__}, lioncub_jax {__version__}"],
         "devices of the mesh": [*dict.fromkeys(devices)],
         "arguments": [f"{name}: {jax.typeof(x)}" for name, x in leaves.items()],
         "scalars": _scalars(leaves),

@@ -1,6 +1,6 @@
 """Probe of machines: what collectives, packing and overlap take there, through JAX on a mesh.
 
-One line in a program, in which `jax.distributed.initialize` has run if there are several processes, or
+One line in a program, in which `lc.mesh.join` has run if there are several processes, or
 the command `lioncub probe`. Every process calls it alike. What it returns, `lioncub plan --measured` takes.
 """
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 
 from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.start import join
 from lioncub_jax.tools.cli import output, targets
 from lioncub_jax.tools.cli.options import COUNT, FLAG, RATE, Row
 
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from lioncub_jax.tools import probe  # not needed for a plan
 
     if args.distributed:
-        jax.distributed.initialize()
+        join()
     if args.devices:
         targets.use_devices(args.devices)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
