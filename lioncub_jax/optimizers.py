@@ -35,6 +35,7 @@ from lioncub_jax.exchange.arguments import (
     check_rates,
 )
 from lioncub_jax.exchange.decide import ReplyCodec
+from lioncub_jax.exchange.mapped import on_workers
 from lioncub_jax.exchange.quantize import Quantizer
 from lioncub_jax.exchange.sync import Schedule, sync_momentum
 from lioncub_jax.exchange.transform import communicate
@@ -42,6 +43,7 @@ from lioncub_jax.exchange.wires import Wire
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers, worker_axes
+from lioncub_jax.mesh.specs import StateSpecs
 
 # A tree of bools like the parameters, or a function of them to one; None for all leaves.
 Mask: TypeAlias = optax.Params | Callable[[optax.Params], optax.Params] | None
@@ -398,9 +400,15 @@ def descending(
 
 
 class GlobalState(NamedTuple):
-    """State of a transform that sees averaged gradients; the same on every worker."""
+    """State of a transform that sees averaged gradients; the same on every worker.
+
+    Attributes:
+      inner: the state of that transform.
+      specs: how the parameters and this state lie on the mesh, where that is known; no array.
+    """
 
     inner: optax.OptState
+    specs: StateSpecs | tuple[()] = ()
 
     @property
     def exchanges(self) -> bool:
@@ -465,10 +473,10 @@ def global_gradients(
         if not axis:
             checks.warn_if_on_several_devices(updates)
         else:
-            axes.check_bound(axis, group)
+            axes.check_bound(everyone)
             checks.check_local(updates, everyone)
             updates = wires.mean_over_workers(updates, everyone, dtype)
         updates, inner = tx.update(updates, state.inner, params, **extra)
-        return updates, GlobalState(inner)
+        return updates, state._replace(inner=inner)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return on_workers(optax.GradientTransformationExtraArgs(init, update), workers)

@@ -343,7 +343,7 @@ MUTANTS = r"""
 - if decided and any(
 + if False and any(
 
-# training/holders.py: chains
+# exchange/holders.py: chains
 = what stands behind an exchange is each worker's own too
 - i < last and not inside[i]
 + i != last and not inside[i]

@@ -451,9 +451,6 @@ UNTYPED = {
     "a sync": (lambda w: synced(w, lc.sync.every(1)), "data=2 tp=2", "update"),
     "a coded sync": (lambda w: synced(w, lc.sync.coded()), "data=2 tp=2", "init"),
     "means": (lambda w: lc.global_gradients(optax.sgd(1.0), workers=w), "data=2 tp=2", "update"),
-    "means of a group": (
-        lambda w: lc.global_gradients(optax.sgd(1.0), workers=w), "node=2 gpu=2", "update",
-    ),
     **{
         make.__name__: (lambda w, make=make: make(1e-3, workers=w), "data=2 tp=2", "update")
         for make in (B.signsgd, B.signum, B.ef_signsgd, B.qsgd, B.terngrad, B.dgc)

@@ -15,11 +15,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from lioncub_jax.audit.compiled import Collective, Operand
 from lioncub_jax.exchange.arguments import check_kinds
-from lioncub_jax.exchange.traced import jaxprs_in
+from lioncub_jax.exchange.traced import jaxprs_in, named_axes
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.placement import Workers, check_workers
 from lioncub_jax.mesh.specs import Specs, product, shard_shape
-from lioncub_jax.training.control_flow import named_axes
 from lioncub_jax.training.mapped import on_mesh
 from lioncub_jax.training.modules import check_split
 

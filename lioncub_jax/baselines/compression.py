@@ -10,10 +10,12 @@ from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
 from lioncub_jax.exchange import bits, checks, decide, quantize, wires
+from lioncub_jax.exchange.mapped import on_workers
 from lioncub_jax.exchange.means import at_least_float32
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers, worker_axes
+from lioncub_jax.mesh.specs import specs_in_step
 from lioncub_jax.optimizers import owner
 
 Leaves = list[jax.Array]
@@ -69,7 +71,7 @@ def sgd_momentum(decay: ArrayLike, nesterov: bool = False) -> optax.GradientTran
 
 
 def on_devices(
-    axis: Axes,
+    workers: AxisName | Workers,
     init: Callable[[optax.Params], Any],
     step: Callable[[optax.Updates, Any, jax.Array], tuple[optax.Updates, Any]],
 ) -> optax.GradientTransformationExtraArgs:
@@ -77,6 +79,7 @@ def on_devices(
 
     ``abstain``: ``bool[]``, whether the worker is asked to leave this step out.
     """
+    axis, _ = worker_axes(workers)
 
     def update(
         updates: optax.Updates,
@@ -93,12 +96,12 @@ def on_devices(
         checks.check_local(updates, axis)
         given = updates, state, jnp.zeros((), bool) if abstain is None else abstain
         # Results lie as the arguments that they replace.
-        return placement.on_shards(step, given, given[:2])
+        return placement.on_shards(step, given, given[:2], specs_in_step(axis, updates, state))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return on_workers(optax.GradientTransformationExtraArgs(init, update), workers)
 
 
-def next_counts(state: Any, axis: Axes, present: jax.Array) -> dict[str, jax.Array]:
+def next_counts(state: Any, axis: Axes, present: jax.Array) -> dict[str, Any]:
     """The counts of the next state, by field, where so many workers took part."""
     abstained = axes.workers_on(axis) - present.astype(jnp.int32)
     return {

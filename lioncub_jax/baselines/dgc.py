@@ -40,6 +40,7 @@ from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.specs import StateSpecs
 from lioncub_jax.optimizers import Mask, descending
 
 
@@ -53,6 +54,7 @@ class DGCState(NamedTuple):
       residual: ``v``, float32, shaped like the parameters, each worker's own.
       abstained: ``int32[]``, workers that abstained from the last step; same on every worker.
       abstentions: ``int32[]``, their sum over all steps; same on every worker.
+      specs: how the parameters and this state lie on the mesh, where that is known; no array.
     """
 
     count: jax.Array  # type: ignore[assignment]
@@ -60,6 +62,7 @@ class DGCState(NamedTuple):
     residual: optax.Updates
     abstained: jax.Array
     abstentions: jax.Array
+    specs: StateSpecs | tuple[()] = ()
 
     @property
     def exchanges(self) -> bool:
@@ -171,13 +174,13 @@ def dgc(
                 stage, branches, here, velocity, residual
             )
         velocity, residual = optax.tree.where(here, (velocity, residual), before)
-        return tree.unflatten(optax.tree.cast_like(means, grads)), DGCState(
+        return tree.unflatten(optax.tree.cast_like(means, grads)), state._replace(
             velocity=tree.unflatten(velocity),
             residual=tree.unflatten(residual),
             **compression.next_counts(state, axis, present),
         )
 
-    mean = compression.on_devices(axis, init, step)
+    mean = compression.on_devices(workers, init, step)
     return descending(mean, learning_rate, weight_decay, mask)
 
 

@@ -45,10 +45,12 @@ from jax.typing import ArrayLike
 from lioncub_jax.baselines.compression import coded_mean
 from lioncub_jax.exchange import checks, decide, quantize, scopes, wires
 from lioncub_jax.exchange.arguments import check_betas, check_count, check_number
+from lioncub_jax.exchange.mapped import on_workers
 from lioncub_jax.exchange.transform import CommunicateState
-from lioncub_jax.mesh import axes
+from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers, worker_axes
+from lioncub_jax.mesh.specs import StateSpecs, specs_in_step
 from lioncub_jax.optimizers import Mask, descending, owner
 
 _NEVER = 2**31 - 1
@@ -64,6 +66,7 @@ class OneBitAdamState(NamedTuple):
       mu: ``m``, float32, shaped like the parameters, same on every worker.
       nu: ``v``, float32, shaped like the parameters, same on every worker.
       exchange: errors of each worker and of the owners, and who abstained.
+      specs: how the parameters and this state lie on the mesh, where that is known; no array.
     """
 
     count: jax.Array  # type: ignore[assignment]
@@ -71,6 +74,7 @@ class OneBitAdamState(NamedTuple):
     mu: optax.Updates
     nu: optax.Updates
     exchange: CommunicateState
+    specs: StateSpecs | tuple[()] = ()
 
 
 def one_bit_adam(
@@ -200,26 +204,34 @@ def zero_one_adam(
         abstain: jax.Array | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, OneBitAdamState]:
+        del params
         abstain = checks.check_abstain(abstain, extra)
         grads = checks.check_leaves(grads)
         checks.check_state(grads, state.mu)
+        given = grads, state, abstain
+        specs = specs_in_step(sum(worker_axes(workers), ()), grads, state)
+        return placement.on_shards(update_on_device, given, (grads, state), specs)
+
+    def update_on_device(
+        grads: optax.Updates, state: OneBitAdamState, abstain: jax.Array | None
+    ) -> tuple[optax.Updates, OneBitAdamState]:
         is_full = in_full(kappa, min(freeze_after, _NEVER), state.count)
-        extra = {"params": params, "abstain": abstain}
 
         def in_floats(grads: optax.Updates, old: OneBitAdamState) -> OneBitAdamState:
             """The mean gradient goes into both moments; errors wait."""
             kept, dense = old.exchange, floats.init(grads)
-            exchange = kept._replace(error=dense.error, owner=dense.owner)
-            mean, exchange = floats.update(grads, exchange, **extra)
-            exchange = exchange._replace(error=kept.error, owner=kept.owner)
+            exchange = kept._replace(error=dense.error, owner=dense.owner, specs=dense.specs)
+            mean, exchange = floats.update(grads, exchange, abstain=abstain)
+            exchange = exchange._replace(error=kept.error, owner=kept.owner, specs=kept.specs)
             mu = optax.tree.update_moment(mean, old.mu, b1, 1)
             nu = optax.tree.update_moment(mean, old.nu, b2, 2)
-            return OneBitAdamState(old.count, optax.safe_increment(old.updates), mu, nu, exchange)
+            updates = optax.safe_increment(old.updates)
+            return old._replace(updates=updates, mu=mu, nu=nu, exchange=exchange)
 
         def in_codes(grads: optax.Updates, old: OneBitAdamState) -> OneBitAdamState:
             """Codes of the workers' momenta go up; those of the mean come back, the new momentum."""
             mu_i = _wide(optax.tree.update_moment(grads, old.mu, b1, 1))
-            mu, exchange = codes.update(mu_i, old.exchange, **extra)
+            mu, exchange = codes.update(mu_i, old.exchange, abstain=abstain)
             return old._replace(mu=mu, exchange=exchange)
 
         def step(
@@ -246,7 +258,7 @@ def zero_one_adam(
 
         return jax.tree.map(direction, grads, mu, nu), state
 
-    direction = optax.GradientTransformationExtraArgs(init, update)
+    direction = on_workers(optax.GradientTransformationExtraArgs(init, update), workers)
     return descending(direction, learning_rate, weight_decay, mask)
 
 

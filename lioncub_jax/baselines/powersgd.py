@@ -41,6 +41,7 @@ from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.specs import StateSpecs
 from lioncub_jax.optimizers import owner
 
 
@@ -54,6 +55,7 @@ class PowerSGDState(NamedTuple):
       error: ``e``, shaped like the parameters, each worker's own; zeros where a leaf is not compressed.
       abstained: ``int32[]``, workers that abstained from the last step; same on every worker.
       abstentions: ``int32[]``, their sum over all steps; same on every worker.
+      specs: how the parameters and this state lie on the mesh, where that is known; no array.
     """
 
     count: jax.Array  # type: ignore[assignment]
@@ -61,6 +63,7 @@ class PowerSGDState(NamedTuple):
     error: optax.Updates
     abstained: jax.Array
     abstentions: jax.Array
+    specs: StateSpecs | tuple[()] = ()
 
     @property
     def exchanges(self) -> bool:
@@ -180,13 +183,13 @@ def powersgd(
         means = [_fitting(mean, g.dtype) for mean, g in zip(means, grads, strict=True)]
         for i in inexact:
             error[i] = jnp.where(here, _fitting(m[i] - means[i], jnp.float32), error[i])
-        return tree.unflatten(optax.tree.cast_like(means, grads)), PowerSGDState(
+        return tree.unflatten(optax.tree.cast_like(means, grads)), state._replace(
             q=tree.unflatten(q),
             error=tree.unflatten(error),
             **compression.next_counts(state, axis, present),
         )
 
-    return compression.behind(compression.on_devices(axis, init, step), tx, axis)
+    return compression.behind(compression.on_devices(workers, init, step), tx, axis)
 
 
 def _average(

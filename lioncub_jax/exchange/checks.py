@@ -1,5 +1,6 @@
 """Errors and warnings when a transform is built or traced; each has what to do instead."""
 
+import contextvars
 import functools
 import inspect
 import warnings
@@ -18,6 +19,9 @@ from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.mesh.checksum import checksum
 from lioncub_jax.mesh.placement import check_arrays
+
+# Set while a whole step is traced and then read, which proves what these look for; see `training.differ`.
+proven = contextvars.ContextVar("proven", default=False)
 
 
 def check_leaves(tree: optax.Params) -> optax.Params:
@@ -71,7 +75,7 @@ def check_local(updates: optax.Updates, axis: Axes) -> None:
     Warns of leaves that a mask or label leaves out, where types do not tell what becomes of them.
     """
     masked = masked_leaves(updates)
-    if masked and compilations.mode() != "allow" and not axes.tracked(axis):
+    if masked and not (proven.get() or compilations.mode() == "allow" or axes.tracked(axis)):
         warnings.warn(
             f"the leaves {', '.join(masked[:3])} are masked from the vote, and here (pmap, or "
             "check_vma=False) types do not tell whether their updates are the same for all workers. "
@@ -129,7 +133,9 @@ def watch_workers(
     For ``pmap`` and ``shard_map(check_vma=False)``, where types do not show it. It compares one checksum
     per worker: gradients in the first three steps, parameters at powers of two and multiples of 128.
     """
-    if compilations.mode() == "allow" or axes.tracked(axis) or axes.workers_on(axis) == 1:
+    if proven.get() or compilations.mode() == "allow":
+        return
+    if axes.tracked(axis) or axes.workers_on(axis) == 1:
         return
     if not any(x.size for x in jax.tree.leaves(updates)):
         return

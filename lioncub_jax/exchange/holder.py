@@ -7,7 +7,7 @@ class Holder(enum.StrEnum):
     """Holders of the values of a field of a state.
 
     A state class declares them by a method ``holders() -> dict[field, Holder]``. Other fields have those of
-    their place, see `training.holders`, and in a checkpoint those of their sharding.
+    their place, see `exchange.holders`, and in a checkpoint those of their sharding.
     """
 
     ALL = "all"  # one value, the same everywhere

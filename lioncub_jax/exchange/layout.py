@@ -31,7 +31,7 @@ from lioncub_jax.exchange import kernels, xla
 from lioncub_jax.exchange.bits import BLOCK, ROW, divide_up, round_up, whole_rows
 from lioncub_jax.exchange.kernels import SUBLANES
 from lioncub_jax.exchange.means import common_dtype
-from lioncub_jax.mesh.specs import flax_in_use
+from lioncub_jax.mesh.specs import StateSpecs, flax_in_use
 
 # Leaves of at most so many rows are joined: a copy of little, one kernel for all of them, and no padding to
 # blocks. Of more, on a CPU, the copies of them all take several times as long as kernels of their own.
@@ -142,7 +142,7 @@ class Flat:
 
 
 def register_with_flax() -> None:
-    """Lets ``flax.serialization`` write and read a `Flat`, where flax is in use.
+    """Lets ``flax.serialization`` write and read what a state has of ours, where flax is in use.
 
     Called where the first state is made, as an import of flax takes longer than that of this library.
     """
@@ -162,7 +162,9 @@ def register_with_flax() -> None:
             flat, value=serialization.from_state_dict(flat.value, state["value"])
         )
 
-    serialization.register_serialization_state(Flat, to_state_dict, from_state_dict, override=True)
+    register = serialization.register_serialization_state
+    register(Flat, to_state_dict, from_state_dict, override=True)
+    register(StateSpecs, lambda specs: {}, lambda specs, state: specs, override=True)
 
 
 def _checksum(bucket: BucketLayout) -> int:

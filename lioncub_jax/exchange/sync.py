@@ -7,6 +7,7 @@ such a sync is a `step` whose gradient is the momentum.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import checks, decide, layout, momentum, quantize, wires
 from lioncub_jax.exchange.arguments import check_count
 from lioncub_jax.exchange.bits import add_count
 from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.exchange.layout import Flat
+from lioncub_jax.exchange.mapped import on_workers
 from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.exchange.pieces import WorkerState
 from lioncub_jax.exchange.quantize import Codec
@@ -29,6 +32,7 @@ from lioncub_jax.exchange.transform import init_owner_states, plan_worker
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers, worker_axes
+from lioncub_jax.mesh.specs import StateSpecs, specs_in_step
 
 __all__ = ["Schedule", "SyncState", "coded", "every", "first", "sync_momentum", "thinning"]
 
@@ -165,6 +169,7 @@ class SyncState(NamedTuple):
         codes does not measure it.
       owner: of syncs in codes, for each bucket the error of the replies, of the chunk that this worker
         owns, ``float32[rows, 128]``; else empty.
+      specs: how the parameters and this state lie on the mesh, where that is known; no array.
     """
 
     inner: optax.OptState
@@ -172,6 +177,7 @@ class SyncState(NamedTuple):
     syncs: jax.Array
     drift: optax.Updates
     owner: tuple[Flat, ...]
+    specs: StateSpecs | tuple[()] = ()
 
     @staticmethod
     def holders() -> dict[str, Holder]:
@@ -246,7 +252,7 @@ def sync_momentum(
     def update(
         updates: optax.Updates, state: SyncState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, SyncState]:
-        axes.check_bound(axis, group)
+        axes.check_bound((*axis, *group))
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         count = optax.safe_increment(state.count)
         state = state._replace(inner=inner_state, count=count)
@@ -255,18 +261,23 @@ def sync_momentum(
         due, drift, owner = jnp.asarray(schedule.due(count)), state.drift, state.owner
         mu = axes.varying(_momentum_of(inner_state), axis)
         mask = picks(mu, where)
-        if exchange is None:
-            mu, drift = _mean_if(due, mu, drift, mask, axis)
-        else:
+        specs = specs_in_step((*axis, *group), updates, state)
+        own = specs and (P(), _momentum_of(specs[1].inner), specs[1].owner, P(), P(), P(), P())
+        # Results lie as what they replace.
+        if exchange is not None:
             args = due, mu, owner, mask, exchange, group, count
-            # Results lie as what they replace.
-            mu, owner = placement.on_shards(_coded_mean_if, args, (mu, owner))
+            mu, owner = placement.on_shards(_coded_mean_if, args, (mu, owner), own)
+        elif group and not axes.tracked(axis):  # the sums of a group's parts need types
+            parts, lie = (due, mu, drift, mask), own and (*own[:2], P(), P())
+            mean = partial(_mean_if, axis=axis)
+            mu, drift = placement.on_shards(mean, parts, (mu, drift), lie)
+        else:
+            mu, drift = _mean_if(due, mu, drift, mask, axis)
         inner_state = optax.tree.set(inner_state, _of_a_worker, mu=mu)
-        return updates, SyncState(
-            inner_state, count, add_count(state.syncs, due.astype(jnp.int32)), drift, owner
-        )
+        syncs = add_count(state.syncs, due.astype(jnp.int32))
+        return updates, state._replace(inner=inner_state, syncs=syncs, drift=drift, owner=owner)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return on_workers(optax.GradientTransformationExtraArgs(init, update), workers)
 
 
 # --- In full precision

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
+from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.axes import Axes
+
 # Operations with results of the shape of their operands that mix elements all the same.
 _MIXING = re.compile(
     "cum|sort|rev$|transpose|dot|conv_|gather|scatter|dynamic_|reduce_window|fft|pad|concatenate|psum|pmax"
@@ -22,6 +25,12 @@ def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:
     kinds = Jaxpr | ClosedJaxpr
     params = jax.tree.leaves(eqn.params, is_leaf=lambda x: isinstance(x, kinds))
     return [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in params if isinstance(x, kinds)]
+
+
+def named_axes(eqn: JaxprEqn) -> Axes:
+    """The mesh axes that an operation names."""
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(n for n in axes.names(named) if isinstance(n, str))
 
 
 def check_elementwise(tx: optax.GradientTransformation, rows: jax.Array, state: Any) -> None:

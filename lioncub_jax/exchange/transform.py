@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import bits, checks, decide, layout, quantize, wires
 from lioncub_jax.exchange.arguments import check_count, check_kinds
@@ -20,6 +21,7 @@ from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.decision import Decision
 from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.exchange.layout import BucketLayout, Flat, register_with_flax
+from lioncub_jax.exchange.mapped import on_workers
 from lioncub_jax.exchange.message import BucketStats, Format, message_size
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.pieces import BucketPlan, WorkerPlan, WorkerState, leaves_of_group
@@ -30,6 +32,7 @@ from lioncub_jax.exchange.wires import Wire
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.specs import StateSpecs, specs_in_step
 
 
 class VoteCounts(NamedTuple):
@@ -64,6 +67,7 @@ class CommunicateState(NamedTuple):
       owner: for each bucket the owner's state for the chunk that this worker owns; for all rows if the
         wire is not ``sharded``.
       votes: statistics.
+      specs: how the parameters and this state lie on the mesh, where that is known; no array.
     """
 
     count: jax.Array  # type: ignore[assignment]
@@ -71,6 +75,7 @@ class CommunicateState(NamedTuple):
     error: optax.Params
     owner: tuple[Flat, ...]
     votes: VoteCounts
+    specs: StateSpecs | tuple[()] = ()
 
     @property
     def exchanges(self) -> bool:
@@ -161,9 +166,10 @@ def communicate(
         axis, group, momentum_rule=momentum, codec=codec, decision=decision, wire=wire,
         bucket_size=bucket_size,
     )  # fmt: skip
-    return optax.GradientTransformationExtraArgs(
+    tx = optax.GradientTransformationExtraArgs(
         partial(init_state, exchange), partial(update_state, exchange)
     )
+    return on_workers(tx, workers)
 
 
 def check_wire(decision: Decision, quantizer: Quantizer, codec: Codec, wire: Wire) -> None:
@@ -212,7 +218,7 @@ def update_state(
 ) -> tuple[optax.Updates, CommunicateState]:
     """Checks the arguments and takes a step: ``u`` of each leaf, and the next state."""
     axis, group = exchange.axis, exchange.group
-    axes.check_bound(axis, group)
+    axes.workers_on((*axis, *group))
     abstain = checks.check_abstain(abstain, extra)
     updates = checks.check_leaves(updates)
     checks.check_local(updates, (*axis, *group))
@@ -224,7 +230,8 @@ def update_state(
     # Results have the sharding of what they replace. An exchange is a pytree of its numbers, which go along
     # as replicated arrays.
     args = exchange, updates, state, abstain
-    return placement.on_shards(update_on_device, args, (updates, state))
+    specs = specs_in_step((*axis, *group), updates, state)
+    return placement.on_shards(update_on_device, args, (updates, state), specs and (P(), *specs))
 
 
 # --- State
@@ -392,6 +399,7 @@ def update_on_device(
     exchange: Exchange, updates: optax.Updates, state: CommunicateState, abstain: jax.Array | None
 ) -> tuple[optax.Updates, CommunicateState]:
     """Takes a step of the worker of this device."""
+    axes.check_bound(exchange.axis, exchange.group)
     plan = plan_worker(exchange, jax.tree.leaves(updates), state.count)
     return take_step(exchange, plan, updates, state, abstain)
 

@@ -14,7 +14,7 @@ Sums over the shards of a leaf are in `mesh.axes`.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -246,10 +246,10 @@ def sum_over_workers(tree: optax.Updates, axis: Axes) -> optax.Updates:
     return lax.psum(tree, axis)
 
 
-def sum_of_floats(x: jax.Array, axis: Axes) -> jax.Array:
-    """Adds floats over the workers."""
-    with scopes.floats(x):
-        return lax.psum(x, axis)
+def sum_of_floats(tree: Any, axis: Axes) -> Any:
+    """Adds every leaf, of floats, over the workers: one all-reduce with as many operands as leaves."""
+    with scopes.floats(tree):
+        return lax.psum(tree, axis)
 
 
 def max_over_workers(x: jax.Array, axis: Axes) -> jax.Array:

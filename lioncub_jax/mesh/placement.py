@@ -25,14 +25,19 @@ from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.border import joined_at_border
 from lioncub_jax.mesh.specs import (
     Specs,
+    axes_of,
     by_type,
     checked,
     declared,
     product,
     restrict,
+    shortened,
     spec_of,
     specs_of,
 )
+
+# A mesh axis of one device, over which a ``shard_map`` has types; see `training.map_step`.
+FREE = "lioncub_types"
 
 
 def two_level_mesh(group_size: int | None = None) -> Mesh:
@@ -371,7 +376,9 @@ def _constrained(fn: Callable[..., Any], specs: Specs) -> Callable[..., Any]:
     return constrained
 
 
-def on_shards(fn: Callable[..., Any], args: Any, like: Any = None) -> Any:
+def on_shards(
+    fn: Callable[..., Any], args: Any, like: Any = None, specs: Specs | None = None
+) -> Any:
     """Calls ``fn(*args)`` where every axis is manual, on each device's own shards.
 
     What is no array, such as a number of a part, comes as it is and is no operand of the program.
@@ -381,11 +388,17 @@ def on_shards(fn: Callable[..., Any], args: Any, like: Any = None) -> Any:
       args: a tuple of trees of anything; how each array is cut is read from its type.
       like: a tree (prefix) of arrays that the results are to lie as; by default they are stacked along
         their first dimension over the inner axes that their type varies over.
+      specs: where types do not tell how arrays are cut, nor what is each worker's own, their specs, with
+        the workers' axes in front of what is; a tree (prefix) like ``args``.
 
     Raises:
       ValueError: where inner axes are left to the compiler, which then would not say how leaves are cut.
     """
     mesh = jax.sharding.get_abstract_mesh()
+    free = tuple(n for n in mesh.axis_names if n not in mesh.manual_axes)
+    asked = any(mesh.shape[n] > 1 or n == FREE for n in free)
+    if specs is not None and asked and not mesh_axes.tracked(mesh.manual_axes):
+        return _on_typed_shards(fn, args, like, specs, free)
     inner = mesh.explicit_axes
     hidden = [n for n in mesh.auto_axes if mesh.shape[n] > 1]
     if hidden:
@@ -413,3 +426,33 @@ def on_shards(fn: Callable[..., Any], args: Any, like: Any = None) -> Any:
     else:
         out_specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, like)
     return over(of_arrays, out_specs=out_specs)(*arrays)
+
+
+def _on_typed_shards(
+    fn: Callable[..., Any], args: Any, like: Any, specs: Specs, axes: tuple[str, ...]
+) -> Any:
+    """`on_shards` in a ``shard_map`` without types, in one with types over the other axes.
+
+    Types of what comes from outside say nothing about the workers, so it is cast as the specs say; results
+    that vary over the workers leave as they came.
+    """
+    structure: Any
+    given, structure = jax.tree.flatten(args)
+    places = [i for i, x in enumerate(given) if isinstance(x, jax.Array)]
+    taken = jax.sharding.get_abstract_mesh().manual_axes
+    in_specs, own = {}, {}
+    for i, spec in enumerate(jax.tree.leaves(jax.tree.broadcast(specs, args))):
+        first = axes_of(spec[0]) if len(spec) else ()
+        own[i] = tuple(n for n in first if n in taken)
+        in_specs[i] = shortened(P(*spec[1:]) if own[i] else spec, axes)
+
+    def of_arrays(*arrays: jax.Array) -> Any:
+        both = list(given)
+        for i, x in zip(places, arrays, strict=True):
+            both[i] = mesh_axes.varying(x, own[i])
+        return fn(*structure.unflatten(both))
+
+    by_array = {id(given[i]): in_specs[i] for i in places}
+    out_specs = jax.tree.map(lambda x: by_array[id(x)], like)
+    over = partial(jax.shard_map, in_specs=tuple(in_specs[i] for i in places), axis_names=set(axes))
+    return over(of_arrays, out_specs=out_specs)(*[given[i] for i in places])

@@ -4,6 +4,7 @@ A worker's parameters are cut over the *inner axes* of a mesh (fsdp, tensor, exp
 of the workers. A spec has one spelling here, so that nothing is compiled twice.
 """
 
+import dataclasses
 import functools
 import math
 import sys
@@ -18,6 +19,20 @@ from jax.sharding import PartitionSpec as P
 
 # A tree of ``PartitionSpec``, or a prefix of one.
 Specs: TypeAlias = Any
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class StateSpecs:
+    """How parameters and a state of theirs lie; a node without arrays, so that a state can carry it.
+
+    Attributes:
+      params: the spec of each parameter, over the inner axes.
+      state: the spec of each array of the state, the workers' axes in front of what is each worker's own.
+    """
+
+    params: tuple[P, ...]
+    state: tuple[P, ...]
 
 
 def specs_of(params: optax.Params) -> Specs:
@@ -200,6 +215,20 @@ def stacked(specs: Specs, axes: Sequence[str]) -> Specs:
 def restrict(specs: Specs, axes: Iterable[str]) -> Specs:
     """Specs with only the axes named."""
     return jax.tree.map(functools.partial(shortened, axes=frozenset(axes)), specs)
+
+
+def specs_in_step(axis: Sequence[str], updates: Any, state: Any) -> Any:
+    """Specs of gradients, of the state, and of a flag, as a transform is given them in a step.
+
+    In front of what is each worker's own are the workers' axes. None where the state has no ``specs``.
+    """
+    if not isinstance(state.specs, StateSpecs):
+        return None
+    lead = P(tuple(axis))
+    of_updates = stacked(state.specs.params, tuple(axis))
+    trees: Any = [jax.tree.structure(x) for x in (updates, state)]
+    flat = of_updates, state.specs.state
+    return *[tree.unflatten(x) for tree, x in zip(trees, flat, strict=True)], lead
 
 
 def inner(spec: Any) -> Any:

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from lioncub_jax.exchange.traced import jaxprs_in
-from lioncub_jax.mesh import axes
+from lioncub_jax.exchange.traced import jaxprs_in, named_axes
 from lioncub_jax.mesh.axes import Axes
 
 _CAST = "pvary"
@@ -135,12 +134,6 @@ def communicates(jaxpr: Jaxpr, over: Axes) -> bool:
         if any(communicates(one, over) for one in jaxprs_in(eqn)):
             return True
     return False
-
-
-def named_axes(eqn: JaxprEqn) -> Axes:
-    """The mesh axes that an operation names."""
-    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return tuple(n for n in axes.names(named) if isinstance(n, str))
 
 
 def without_casts(

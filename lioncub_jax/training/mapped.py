@@ -1,11 +1,10 @@
 """A transform mapped over the workers, on global arrays: state where it belongs, and updates that agree.
 
-`on_mesh` is what users call. `make_train_step` and `init_state` take a `MappedTransform` as it is.
+`on_mesh` is what users call. `make_train_step` and `init_state` take a `MappedUpdate` as it is.
 """
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,45 +15,16 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import checks, scopes
 from lioncub_jax.exchange.holder import Holder
+from lioncub_jax.exchange.holders import OWN, StateLayout, layout_on_worker
+from lioncub_jax.exchange.mapped import MappedTransform
 from lioncub_jax.mesh import axes, boxes
-from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers
+from lioncub_jax.mesh.placement import Workers, check_devices, check_workers
 from lioncub_jax.mesh.specs import Specs, axes_of, product, stacked
 from lioncub_jax.training import control_flow
-from lioncub_jax.training.holders import OWN, StateLayout, layout_on_worker
 
 
-class MappedTransform(NamedTuple):
-    """A transform that runs on each worker, seen from outside: its arrays are global.
-
-    Attributes:
-      tx: the transform; takes extra arguments.
-      workers: the workers, who run it.
-    """
-
-    tx: optax.GradientTransformationExtraArgs
-    workers: Workers
-
-    def layout(self, params: optax.Params, param_specs: Specs) -> StateLayout:
-        """Layout of the state of global parameters, with these specs."""
-        shapes, tree = jax.tree.flatten(jax.tree.map(self.workers.shape, param_specs, params))
-        return _layout(self, tree, tuple(shapes))
-
-    def jitted_init(self, params: optax.Params, param_specs: Specs) -> Any:
-        """Jitted ``init`` for such parameters; the state lies where it belongs."""
-        specs = self.layout(params, param_specs).specs
-        if not jax.tree.leaves(specs):  # JAX would look in vain for an array that tells the mesh
-            return jax.jit(lambda params: specs)
-
-        def init(params: optax.Params) -> optax.OptState:
-            return self.workers.stack(self.tx.init(params), specs)
-
-        run = self.workers.map(init, (param_specs,), specs, typed=True)
-        placed = specs
-        if self.workers.mesh.auto_axes:  # else types hold it; XLA replicates what is empty
-            state = jax.eval_shape(run, params)
-            placed = jax.tree.map(lambda spec, x: spec if x.size else P(), specs, state)
-        # Zeros need no input, and without one only this tells where they go.
-        return jax.jit(run, out_shardings=self.workers.shardings(placed))
+class MappedUpdate(MappedTransform):
+    """A mapped transform with its ``update``, on global arrays."""
 
     def update(
         self,
@@ -183,18 +153,6 @@ def _kept_if_not_finite(
         return jnp.where(finite, new, old)
 
     return jax.tree.map(kept, holders, before, after)
-
-
-@functools.lru_cache(maxsize=16)  # the first state asks, and then each step that is traced
-def _layout(mapped: MappedTransform, tree: Any, shapes: Any) -> StateLayout:
-    """`MappedTransform.layout` by shapes."""
-    param_specs = tree.unflatten(x.sharding.spec for x in shapes)
-
-    def probe(params: optax.Params) -> Static:
-        return Static(layout_on_worker(mapped.tx, params, mapped.workers.axes))
-
-    run = mapped.workers.map(probe, (param_specs,), P(), typed=True)
-    return jax.eval_shape(run, tree.unflatten(shapes)).value
 
 
 def _split_static(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -347,7 +305,7 @@ def on_mesh(
       (1, 2, 3)
     """
     check_workers(workers)
-    transform = _GlobalTransform(MappedTransform(optax.with_extra_args_support(tx), workers), specs)
+    transform = _GlobalTransform(MappedUpdate(optax.with_extra_args_support(tx), workers), specs)
     return OnMesh(transform, transform.update)
 
 
@@ -362,7 +320,7 @@ class _GlobalTransform:
       specs: of the parameters, as users give them.
     """
 
-    mapped: MappedTransform
+    mapped: MappedUpdate
     specs: Specs
 
     def __call__(self, params: optax.Params) -> optax.OptState:
@@ -406,7 +364,7 @@ class _GlobalTransform:
                     "check_vma=True); or call tx.update itself, with a state that tx.init made in the same "
                     "shard_map or pmap"
                 )
-            layout = layout_on_worker(mapped.tx, params, workers.axes)
+            layout = layout_on_worker(mapped.tx.init(params), params, workers.axes)
             check_layout(state, layout.specs, workers, in_worker=True)
             return mapped.update_on_worker(layout, updates, state, params, extra | per_worker)
         param_specs = self._param_specs(params)

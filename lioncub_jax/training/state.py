@@ -16,7 +16,7 @@ from lioncub_jax.mesh.hosts import check_same, is_key, put
 from lioncub_jax.mesh.placement import Workers, check_arrays, check_real, check_workers
 from lioncub_jax.mesh.specs import Specs, axes_in, spec_of, specs_of
 from lioncub_jax.training import kinds
-from lioncub_jax.training.mapped import MappedTransform
+from lioncub_jax.training.mapped import MappedUpdate
 from lioncub_jax.training.modules import check_split, is_module, update_module
 from lioncub_jax.training.step import StepState
 from lioncub_jax.training.worker import check_local_steps, per_worker_state
@@ -92,7 +92,7 @@ def init_state(
 
 def _mapped(
     tx: Any, params: optax.Params, workers: Workers, specs: Specs, local: Any
-) -> tuple[Any, Any, list[MappedTransform]]:
+) -> tuple[Any, Any, list[MappedUpdate]]:
     """Parameters out of their boxes, their specs, and the two optimizers mapped over the workers."""
     check_workers(workers)
     check_local_steps(local, 1, workers)
@@ -104,7 +104,7 @@ def _mapped(
     return (
         params,
         workers.param_specs(params, specs),
-        [MappedTransform(one, workers) for one in both],
+        [MappedUpdate(one, workers) for one in both],
     )
 
 

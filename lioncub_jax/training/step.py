@@ -31,7 +31,7 @@ from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.training import kinds
 from lioncub_jax.training.kinds import Kind, Kinds, Loss
 from lioncub_jax.training.loss import check_closure
-from lioncub_jax.training.mapped import MappedTransform, check_layout
+from lioncub_jax.training.mapped import MappedUpdate, check_layout
 from lioncub_jax.training.worker import (
     check_local_steps,
     join_results,
@@ -270,8 +270,8 @@ def make_train_step(
             "first of three"
         )
     check_closure(loss_fn, workers)
-    mapped = MappedTransform(optax.with_extra_args_support(tx), workers)
-    local_states = MappedTransform(per_worker_state(local, workers), workers)
+    mapped = MappedUpdate(optax.with_extra_args_support(tx), workers)
+    local_states = MappedUpdate(per_worker_state(local, workers), workers)
 
     def worker(
         leaf_kinds: Sequence[Kind],

@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import wires
 from lioncub_jax.exchange.arguments import check_count
+from lioncub_jax.exchange.holders import exchanging_part
 from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Static, Workers
 from lioncub_jax.training import loss as losses
-from lioncub_jax.training.holders import exchanging_part
 from lioncub_jax.training.kinds import Kind, Loss, Rows
 
 _NO_NUMBER = (

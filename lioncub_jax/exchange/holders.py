@@ -61,15 +61,12 @@ class StateLayout(NamedTuple):
     holders: Any
 
 
-def layout_on_worker(
-    tx: optax.GradientTransformation, params: optax.Params, over: Axes
-) -> StateLayout:
-    """Layout of ``tx.init(params)``, inside a ``shard_map`` over the workers' axes ``over``.
+def layout_on_worker(state: optax.OptState, params: optax.Params, over: Axes) -> StateLayout:
+    """Layout of a first state, inside a ``shard_map`` over the workers' axes ``over``.
 
     An array of one worker varies over them; any other lies as ``init`` has typed it, such as the slice of
     an owner.
     """
-    state = tx.init(params)
     holders = find_holders(state)
     is_cut = any(len(spec_of(x)) for x in jax.tree.leaves(params))
     if is_cut and find_nodes(state, optax.MultiStepsState):

@@ -1,0 +1,143 @@
+"""A transform in which workers talk, seen from outside: its ``init`` makes the state of all of them.
+
+So ``optax.chain``, ``nnx.Optimizer`` and ``TrainState`` call ``init`` as they do for any optimizer.
+``update`` runs in one worker.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from lioncub_jax.exchange import checks
+from lioncub_jax.exchange.holders import StateLayout, layout_on_worker
+from lioncub_jax.exchange.layout import register_with_flax
+from lioncub_jax.mesh import axes, boxes, hosts
+from lioncub_jax.mesh.placement import Static, Workers
+from lioncub_jax.mesh.specs import Specs, StateSpecs, by_type
+
+GRADIENT = (
+    "lioncub.gradient"  # the name of a gradient on its way into an exchange, in a traced step
+)
+
+
+class MappedTransform(NamedTuple):
+    """A transform that runs on each worker, seen from outside: its arrays are global.
+
+    Attributes:
+      tx: the transform; takes extra arguments.
+      workers: the workers, who run it.
+    """
+
+    tx: optax.GradientTransformationExtraArgs
+    workers: Workers
+
+    def layout(self, params: optax.Params, param_specs: Specs) -> StateLayout:
+        """Layout of the state of global parameters, with these specs."""
+        shapes, tree = jax.tree.flatten(jax.tree.map(self.workers.shape, param_specs, params))
+        return _layout(self, tree, tuple(shapes))
+
+    def jitted_init(self, params: optax.Params, param_specs: Specs) -> Any:
+        """Jitted ``init`` for such parameters; the state lies where it belongs."""
+        specs = self.layout(params, param_specs).specs
+        if not jax.tree.leaves(specs):  # JAX would look in vain for an array that tells the mesh
+            return jax.jit(lambda params: specs)
+
+        def init(params: optax.Params) -> optax.OptState:
+            return self.workers.stack(self.tx.init(params), specs)
+
+        run = self.workers.map(init, (param_specs,), specs, typed=True)
+        placed = specs
+        if self.workers.mesh.auto_axes:  # else types hold it; XLA replicates what is empty
+            state = jax.eval_shape(run, params)
+            placed = jax.tree.map(lambda spec, x: spec if x.size else P(), specs, state)
+        # Zeros need no input, and without one only this tells where they go.
+        return jax.jit(run, out_shardings=self.workers.shardings(placed))
+
+
+@functools.lru_cache(maxsize=16)  # the first state asks, and then each step that is traced
+def _layout(mapped: MappedTransform, tree: Any, shapes: Any) -> StateLayout:
+    """`MappedTransform.layout` by shapes."""
+    param_specs = tree.unflatten(x.sharding.spec for x in shapes)
+
+    def probe(params: optax.Params) -> Static:
+        return Static(layout_on_worker(mapped.tx.init(params), params, mapped.workers.axes))
+
+    run = mapped.workers.map(probe, (param_specs,), P(), typed=True)
+    return jax.eval_shape(run, tree.unflatten(shapes)).value
+
+
+def on_workers(
+    tx: optax.GradientTransformation, workers: Any
+) -> optax.GradientTransformationExtraArgs:
+    """A transform whose ``init``, outside of a worker, makes the state of all workers.
+
+    Its ``update`` names the gradients that it is given, so that a traced step shows which they are. In
+    a mapped step a worker whose ``value``, its loss, is not finite abstains.
+
+    Args:
+      tx: its state has a field ``specs``.
+      workers: anything but `Workers`, such as the name of an axis, knows no mesh, and ``init`` makes the
+        state of one worker.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: optax.Params) -> optax.OptState:
+        if not isinstance(workers, Workers) or checks.stands_in(params):
+            return tx.init(params)
+        if _in_worker(workers):
+            return _with_specs(tx.init(params), params, workers)
+        specs = workers.param_specs(params, None)
+        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
+            params = jax.tree.map(hosts.put, params, workers.shardings(specs))
+        mapped = MappedTransform(everywhere, workers)
+        state = mapped.jitted_init(params, specs)(params)
+        if not boxes.find_boxes(params):
+            return state
+        return boxes.named(state, mapped.layout(params, specs).specs, params, workers)
+
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, Any]:
+        if checks.proven.get() and "value" in extra and not {"abstain", "diverged"} & set(extra):
+            extra["diverged"] = ~jnp.all(jnp.isfinite(extra["value"]))
+        boxed: Any = jax.tree.structure(state)
+        if any(map(boxes.is_linen_box, boxes.find_boxes(updates))):
+            # The state's boxes have names of workers in front, and here it is one worker's.
+            state = boxes.boxed_like(jax.eval_shape(tx.init, updates), state)
+        updates, state = tx.update(_marked(updates), state, params, **extra)
+        return updates, jax.tree.unflatten(boxed, jax.tree.leaves(state))
+
+    everywhere = optax.GradientTransformationExtraArgs(init, update)
+    return everywhere
+
+
+def _in_worker(workers: Workers) -> bool:
+    return not set(workers.axes).isdisjoint(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _with_specs(state: Any, params: optax.Params, workers: Workers) -> Any:
+    """The state of a worker, which says how it and the parameters lie, where types do."""
+    if not axes.tracked(workers.axes):
+        return state
+    register_with_flax()
+    specs = layout_on_worker(state, params, workers.axes).specs
+    of_params = by_type(params, ())
+    return state._replace(
+        specs=StateSpecs(*(tuple(jax.tree.leaves(x)) for x in (of_params, specs)))
+    )
+
+
+def _marked(updates: optax.Updates) -> optax.Updates:
+    """The same gradients, each with its name in the trace."""
+    tree: Any
+    leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
+    named = []
+    for i, (path, x) in enumerate(leaves):
+        name = f"{GRADIENT} {i} {jax.tree_util.keystr(path)}"
+        named.append(checkpoint_name(x, name) if isinstance(x, jax.Array) else x)
+    return tree.unflatten(named)

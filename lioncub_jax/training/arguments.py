@@ -1,0 +1,363 @@
+"""What goes into a mapped step: rows, what is each worker's own, and what is the same for all."""
+
+import enum
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lioncub_jax.mesh import hosts
+from lioncub_jax.mesh.hosts import is_key
+from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.specs import StateSpecs, axes_of, shortened, spec_of
+from lioncub_jax.training import graphs
+
+# The names or places of arguments, or of each the dimension in which its rows are.
+Which = str | int | Sequence[str | int] | Mapping[str | int, int] | None
+
+
+class Role(enum.Enum):
+    """What an array is to the workers; all but the first three are of results alone."""
+
+    SAME = "the same for all"
+    OWN = "each worker's own"
+    ROWS = "rows"
+    MEAN = "averaged"
+    SUM = "added"
+    GAINED = "what it gained on each worker is added"
+    KEY = "a key, as on one device"
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Own:
+    """A box around arrays of which each worker has its own, ``[workers, ...]``; in a step there is no box.
+
+    Attributes:
+      value: a tree of them.
+    """
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def tree_flatten_with_keys(self) -> Any:
+        """For JAX."""
+        return ((jax.tree_util.GetAttrKey("value"), self.value),), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> "Own":
+        """For JAX."""
+        return cls(*children)
+
+
+def opened(tree: Any) -> Any:
+    """A tree without boxes `Own`."""
+
+    def is_own(x: object) -> bool:
+        return isinstance(x, Own)
+
+    return jax.tree.map(lambda x: x.value if is_own(x) else x, tree, is_leaf=is_own)
+
+
+class Leaf(NamedTuple):
+    """An array among the arguments.
+
+    Attributes:
+      name: as a user would write it.
+      place: among all leaves of the arguments.
+      argument: the place of its argument.
+      role: a `Role`.
+      spec: how it lies on the mesh.
+      shape: of the whole of it, with its dtype.
+      dim: the dimension of its rows.
+      kind: of the variable of nnx that holds it, or "".
+      in_optimizer: True in the state of an optimizer.
+    """
+
+    name: str
+    place: int
+    argument: int
+    role: Role
+    spec: P
+    shape: jax.ShapeDtypeStruct
+    dim: int = 0
+    kind: str = ""
+    in_optimizer: bool = False
+
+    def over(self) -> tuple[str, ...]:
+        """The workers' axes that cut it."""
+        differs = self.role in (Role.OWN, Role.ROWS)
+        return axes_of(self.spec[self.dim]) if differs else ()
+
+    def here(self, x: Any) -> Any:
+        """One worker's array, of what it is given of the whole."""
+        return x[0] if self.role is Role.OWN else x
+
+
+class Call:
+    """The arguments of a call, flat. What is made of them does not depend on their values."""
+
+    def __init__(self, step: Callable[..., Any], args: Any, kwargs: Any):
+        self.values = [*args, *kwargs.values()]
+        self.keywords, self._step, self._num_args = tuple(kwargs), step, len(args)
+        self.graph = tuple([i for i, x in enumerate(self.values) if graphs.is_graph(x)])
+        self.graphdef, state = graphs.split([self.values[i] for i in self.graph])
+        plain = [None if i in self.graph else x for i, x in enumerate(self.values)]
+        self.flat, self.tree = jax.tree.flatten((plain, state))
+        array = array_class()
+        self.traced = any(
+            type(x) is not array and isinstance(x, jax.core.Tracer) for x in self.flat
+        )
+
+    def key(self) -> Any:
+        """What a program depends on."""
+        return self.tree, self.graphdef, self.keywords, tuple(map(_signature, self.flat))
+
+    def names(self) -> list[str]:
+        """The names of the arguments."""
+        try:
+            names = list(inspect.signature(self._step).parameters)
+        except (TypeError, ValueError):
+            names = []
+        given = [n for n in names if n not in self.keywords]
+        by_place = [given[i] if i < len(given) else f"argument {i}" for i in range(self._num_args)]
+        return [*by_place, *self.keywords]
+
+
+@functools.cache
+def array_class() -> type:
+    """The class of concrete arrays; ``isinstance`` of ``jax.Array`` is ten times as slow."""
+    with jax.ensure_compile_time_eval():  # also in a trace
+        return type(jnp.zeros(0))
+
+
+def _signature(x: Any) -> Any:
+    """What a program depends on of an argument, cheap: there are hundreds, in each step."""
+    if type(x) is array_class() or isinstance(x, jax.Array):
+        return x.aval, x.sharding  # type: ignore[attr-defined]
+    if isinstance(x, (np.ndarray, np.generic)):
+        return x.shape, x.dtype
+    if isinstance(x, (int, float, complex)) and not isinstance(x, bool):
+        return type(x)
+    return "static", as_static(x)
+
+
+def as_static(x: Any) -> Any:
+    """What is compared of an argument that is no array."""
+    try:
+        hash(x)
+    except TypeError:
+        return id(x)
+    return x
+
+
+def is_array(x: Any, numbers: bool = False) -> bool:
+    """True for an array or a shape; also for a number of Python, if these are wanted."""
+    if isinstance(x, (int, float, complex)):
+        return numbers and not isinstance(x, bool)
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+class Arguments:
+    """The arguments of a step, without their values.
+
+    Attributes:
+      leaves: their arrays.
+      hidden: True under ``jax.jit``, where nobody sees how arrays lie.
+      names: of the arguments.
+    """
+
+    def __init__(self, call: Call, workers: Workers, rows: Which):
+        self.workers, self.hidden, self.names = workers, call.traced, call.names()
+        self.graph, self._graphdef = call.graph, call.graphdef
+        self._tree: Any = call.tree
+        self._keywords = call.keywords
+        whole = jax.tree.unflatten(call.tree, call.flat)
+        self._inside: Any = jax.tree.structure(opened(whole))
+        self._statics, self.leaves = dict[int, Any](), list[Leaf]()
+        dims, kinds = arguments_of(rows, self.names), graphs.variable_kinds(whole[1])
+        paths, held = jax.tree_util.tree_leaves_with_path(whole), _holders(whole, workers)
+        for place, ((path, x), (own, in_optimizer)) in enumerate(zip(paths, held, strict=True)):
+            if not is_array(x, numbers=not call.traced):
+                self._statics[place] = x
+                continue
+            at = path[1].idx if path[0].idx == 0 else self.graph[path[1].key]
+            name = f"{self.names[at]}{jax.tree_util.keystr(path[2:])}"
+            variable = kinds.get(jax.tree_util.keystr(path[1:]), "")
+            role, spec, dim = _role(name, x, own, dims.get(at), workers)
+            kind = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
+            shape = jax.ShapeDtypeStruct(
+                _whole_shape(x, role, dim, workers), kind.dtype, weak_type=kind.weak_type
+            )
+            in_optimizer |= variable == "OptState"
+            leaf = Leaf(name, place, at, role, spec, shape, dim, variable, in_optimizer)
+            self.leaves.append(leaf)
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        rows = [x for x in self.leaves if x.role is Role.ROWS]
+        if not rows:
+            raise ValueError(
+                f"no argument has rows for the workers: {self.names}. Say which one is the batch: "
+                'map_step(step, workers, rows="batch")'
+            )
+        first: dict[int, Leaf] = {}
+        for x in rows:
+            other = first.setdefault(x.argument, x)
+            sizes = [leaf.shape.shape[leaf.dim] for leaf in (x, other)]
+            if sizes[0] != sizes[1]:
+                raise ValueError(
+                    f"{x.name} has {sizes[0]} rows and {other.name} {sizes[1]}, and each worker takes its "
+                    "part of the rows of an argument: give what is no row of the batch, such as class "
+                    "weights, as another argument, map_step(step, workers, rows=...)"
+                )
+
+    def key(self, call: Call) -> Any:
+        """What a traced program depends on: all but how the given arrays lie."""
+        statics = [(i, as_static(x)) for i, x in self._statics.items()]
+        return call.tree, call.graphdef, call.keywords, tuple(statics), tuple(self.leaves)
+
+    def arrays(self, call: Call) -> list[Any]:
+        """The arrays of a call with such arguments."""
+        return [call.flat[x.place] for x in self.leaves] if self._statics else call.flat
+
+    def with_statics(self, arrays: Sequence[Any]) -> Any:
+        """``(plain arguments, state of modules)`` with all that is no array, boxed as they were given."""
+        return self._tree.unflatten(self._filled(arrays))
+
+    def _filled(self, arrays: Sequence[Any]) -> list[Any]:
+        each, total = iter(arrays), len(arrays) + len(self._statics)
+        return [self._statics[i] if i in self._statics else next(each) for i in range(total)]
+
+    def called(self, step: Callable[..., Any], arrays: Sequence[Any]) -> tuple[list[Any], Any]:
+        """What the step returns for arrays of one worker, and the modules that it was given, changed."""
+        plain, state = self._inside.unflatten(self._filled(arrays))
+        values = list(plain)
+        nodes = graphs.merged(self._graphdef, state)
+        for i, node in zip(self.graph, nodes, strict=True):
+            values[i] = node
+        by_place = len(values) - len(self._keywords)
+        keywords = dict(zip(self._keywords, values[by_place:], strict=True))
+        return nodes, step(*values[:by_place], **keywords)
+
+
+def _role(
+    name: str, x: Any, own: P | None, dim: int | None, workers: Workers
+) -> tuple[Role, P, int]:
+    """The role of an array, how it lies, and in which dimension its rows are."""
+    if own is not None:
+        lead = axes_of(own[0])
+        count = int(np.prod([workers.mesh.shape[n] for n in lead]))
+        if jnp.shape(x)[:1] != (count,):
+            raise ValueError(
+                f"{name} has shape {jnp.shape(x)}, and is each worker's own, [{count}, ...]: make the "
+                "state by init of the optimizer, with the same workers"
+            )
+        return Role.OWN, own, 0
+    spec = spec_of(x)
+    inner = shortened(spec, workers.inner)
+    lies = [d for d, entry in enumerate(spec) if not set(workers.axes).isdisjoint(axes_of(entry))]
+    if not lies and (dim is None or not jnp.ndim(x)):
+        return Role.SAME, inner, 0
+    dim = lies[0] if lies else dim
+    if dim is None or dim >= jnp.ndim(x):
+        raise ValueError(f"{name} has shape {jnp.shape(x)}, and no dimension {dim} with rows")
+    entries = [*inner, *[None] * (jnp.ndim(x) - len(inner))]
+    entries[dim] = (*workers.axes, *axes_of(entries[dim]))
+    count = workers_here(workers) if is_of_this_process(x, workers) else workers.count
+    if jnp.shape(x)[dim] % count:
+        raise ValueError(
+            f"{name} has shape {jnp.shape(x)}: {count} workers do not divide its rows; drop or pad the "
+            "last ones, or say which argument is the batch, map_step(step, workers, rows=...)"
+        )
+    return Role.ROWS, shortened(P(*entries)), dim
+
+
+def is_of_this_process(x: Any, workers: Workers) -> bool:
+    """True for an array that only this process has, of several."""
+    if jax.process_count() == 1 or isinstance(x, jax.core.Tracer):
+        return False
+    return hosts.is_process_local(x, NamedSharding(workers.mesh, P()))
+
+
+def workers_here(workers: Workers) -> int:
+    """The number of workers with a device in this process."""
+    own = np.vectorize(lambda device: device.process_index == jax.process_index())
+    inner = [i for i, n in enumerate(workers.mesh.axis_names) if n not in workers.axes]
+    return int(own(workers.mesh.devices).any(axis=tuple(inner)).sum())
+
+
+def _whole_shape(x: Any, role: Role, dim: int, workers: Workers) -> tuple[int, ...]:
+    """The shape of an array on all processes."""
+    shape = list(jnp.shape(x))
+    if role is Role.ROWS and is_of_this_process(x, workers):
+        shape[dim] = shape[dim] // workers_here(workers) * workers.count
+    return tuple(shape)
+
+
+def arguments_of(which: Which, names: list[str]) -> dict[int, int]:
+    """The dimension of rows by the place of an argument; of the last one by default."""
+    if which is None:
+        return {len(names) - 1: 0}
+    which = (which,) if isinstance(which, (str, int)) else which
+    dims = which if isinstance(which, Mapping) else dict.fromkeys(which, 0)
+    found = {}
+    for one, dim in dims.items():
+        if one not in names and not (isinstance(one, int) and -len(names) <= one < len(names)):
+            raise ValueError(f"{one!r} is no argument of the step, which has {names}")
+        found[names.index(one) if isinstance(one, str) else one % len(names)] = dim
+    return found
+
+
+def _holders(tree: Any, workers: Workers) -> list[tuple[P | None, bool]]:
+    """For each leaf its spec, if it is each worker's own, and whether it is in an optimizer's state.
+
+    States of our transforms say it, boxes `Own`, and variables of nnx that name the workers' axes in front.
+    """
+    found: list[tuple[P | None, bool]] = []
+
+    def visit(node: Any, in_optimizer: bool) -> None:
+        specs, leaves = getattr(node, "specs", None), jax.tree.leaves(node)
+        if isinstance(node, Own) or graphs.is_own(node, workers):
+            own = [P(workers.axes, *spec_of(x)[1:]) for x in leaves]
+            found.extend([(spec, in_optimizer) for spec in own])
+            return
+        if isinstance(specs, StateSpecs):
+            found.extend([(s if workers.stacks(s) else None, True) for s in specs.state])
+            return
+        parts = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
+        if len(parts) == 1 and parts[0] is node:
+            found.append((None, in_optimizer))
+            return
+        in_optimizer = in_optimizer or is_of_optax(node)
+        for part in parts:
+            visit(part, in_optimizer)
+
+    visit(tree, False)
+    return found
+
+
+def is_of_optax(node: Any) -> bool:
+    """True for the state of a transform of optax or ours, or of a chain of such."""
+    if not isinstance(node, tuple):
+        return False
+    if type(node) is tuple:
+        return len(node) > 0 and all(map(is_of_optax, node))
+    return type(node).__module__.split(".")[0] == "optax" or hasattr(node, "specs")
+
+
+def raw_keys(leaves: Sequence[Leaf]) -> list[bool]:
+    """For each array whether it may be a raw random key, into which a worker folds its number."""
+    free = [x.role is Role.SAME and not x.in_optimizer and len(x.shape.shape) == 1 for x in leaves]
+    return [ok and x.shape.dtype == np.uint32 for ok, x in zip(free, leaves, strict=True)]
+
+
+def typed_keys(leaves: Sequence[Leaf]) -> set[int]:
+    """Places of typed random keys, into which a worker folds its number; an optimizer's own stay."""
+    free = [x.role is Role.SAME and not x.in_optimizer and is_key(x.shape) for x in leaves]
+    return {i for i, ok in enumerate(free) if ok}

@@ -1,0 +1,359 @@
+"""Which workers have the same array, for each result of a traced step: proven from its jaxpr.
+
+For each array of the program there is a partition of the workers: those in one class hold the same. Of a
+collective of groups, ``out_w = f(x_m for m in group of w)``, two workers have the same result if the
+members of their groups are in the same classes, in order. Of any other operation they have the same if
+they are in one class for each of its operands. So what is not known here counts as different, never as the
+same.
+
+Names and parameters of JAX's operations are read only here; tests/test_differ.py asks each of them of the
+JAX that is installed.
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.sharding import NamedSharding
+
+from lioncub_jax.exchange.mapped import GRADIENT
+from lioncub_jax.exchange.traced import jaxprs_in, named_axes
+from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.specs import axes_in, without
+
+# The class of each worker, by its number; the first class that appears is 0, the next 1.
+Classes: TypeAlias = tuple[int, ...]
+
+_SAME_IN_A_GROUP = {
+    "psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant",
+}  # fmt: skip
+_PARTS_OF_A_GROUP = {"reduce_scatter", "all_to_all", "axis_index"}
+_CASTS = {"pvary", "pcast"}
+_OF_A_HOST = {"io_callback", "infeed", "rng_uniform"}  # may be another on each
+_HANGS = (
+    "workers communicate inside of a cond or a loop whose predicate differs between them, such as whether "
+    "a worker's gradient is finite: those who skip the exchange never come, and the others wait for ever. "
+    "Decide by what all workers agree on, a count of steps or lioncub_jax.mean_over_workers; a worker "
+    "whose gradient is not finite abstains by itself"
+)
+
+
+class Walk:
+    """A walk through a jaxpr with a value for each array, of which subclasses know what it means.
+
+    Attributes:
+      constant: the value of literals, and of what was computed before the program.
+    """
+
+    constant: Any
+
+    def join(self, *values: Any) -> Any:
+        """The value of what depends on arrays with these values."""
+        raise NotImplementedError
+
+    def plain(self, eqn: JaxprEqn, given: list[Any]) -> Any:
+        """The value of the results of an operation without programs in it."""
+        return self.join(*given)
+
+    def decided(self, eqn: JaxprEqn, by: Any) -> None:
+        """Called for a ``cond`` or ``while`` with the value of its predicate."""
+
+    def results(self, jaxpr: Jaxpr, given: Sequence[Any]) -> list[Any]:
+        """The values of the results, from those of the arguments."""
+        known: dict[Any, Any] = dict(zip(jaxpr.invars, given, strict=True))
+
+        def read(x: Any) -> Any:
+            return self.constant if isinstance(x, Literal) else known.get(x, self.constant)
+
+        for eqn in jaxpr.eqns:
+            known |= zip(eqn.outvars, self._of(eqn, [read(x) for x in eqn.invars]), strict=True)
+        return [read(x) for x in jaxpr.outvars]
+
+    def _of(self, eqn: JaxprEqn, given: list[Any]) -> list[Any]:
+        name, inner, params = eqn.primitive.name, jaxprs_in(eqn), eqn.params
+        if name == "cond":
+            by, *rest = given
+            branches = [self.results(one, rest) for one in inner]
+            self.decided(eqn, by)
+            return [self.join(by, *each) for each in zip(*branches, strict=True)]
+        if name == "while":
+            of_test = params["cond_nconsts"]
+            body, test = params["body_jaxpr"].jaxpr, params["cond_jaxpr"].jaxpr
+            constants = params["body_nconsts"]
+
+            def turn(carry: list[Any]) -> list[Any]:
+                [by] = self.results(test, [*given[:of_test], *carry])
+                after = self.results(body, [*given[of_test : of_test + constants], *carry])
+                return [self.join(by, x) for x in after]
+
+            carry = self._repeated(turn, given[of_test + constants :])
+            [by] = self.results(test, [*given[:of_test], *carry])
+            self.decided(eqn, by)
+            return [self.join(by, x) for x in carry]
+        if name == "scan":
+            # Versions of JAX name these numbers differently; what is scanned has a dimension more outside.
+            carried = _equal_ranks(eqn.outvars, inner[0].outvars)
+            at = _equal_ranks(eqn.invars, inner[0].invars) - carried
+            results: list[Any] = []
+
+            def step(carry: list[Any]) -> list[Any]:
+                results[:] = self.results(inner[0], [*given[:at], *carry, *given[at + carried :]])
+                return results[:carried]
+
+            carry = self._repeated(step, given[at : at + carried])
+            return [*carry, *results[carried:]]
+        for one in inner:  # a call, a nested shard_map
+            sizes = len(one.invars), len(one.outvars)
+            if len(inner) == 1 and sizes == (len(given), len(eqn.outvars)):
+                return self.results(one, given)
+        return [self.plain(eqn, given)] * len(eqn.outvars)
+
+    def _repeated(self, turn: Callable[[list[Any]], list[Any]], carry: list[Any]) -> list[Any]:
+        """What a loop carries, after any number of turns."""
+        while True:
+            pairs = zip(carry, turn(carry), strict=True)
+            after = [self.join(x, y) for x, y in pairs]
+            if after == carry:
+                return after
+            carry = after
+
+
+def _equal_ranks(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    pairs = zip(outside, inside, strict=True)
+    return sum(x.aval.ndim == y.aval.ndim for x, y in pairs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _joined(*classes: Classes) -> Classes:
+    return _numbered(zip(*classes, strict=True))
+
+
+def _numbered(keys: Iterable[Hashable]) -> Classes:
+    first: dict[Hashable, int] = {}
+    return tuple([first.setdefault(key, len(first)) for key in keys])
+
+
+class Differences(Walk):
+    """The classes of workers that hold the same of each array.
+
+    Attributes:
+      constant: all workers in one class.
+      each: every worker in a class of its own.
+      draws_alike: True if random numbers were drawn, before the first exchange, that are the same for all.
+
+    Raises:
+      ValueError: from ``results``, where workers communicate in a branch that one of them decides on.
+    """
+
+    def __init__(self, workers: Workers):
+        self._axes = workers.axes
+        self._grid = np.arange(workers.count).reshape([workers.mesh.shape[n] for n in workers.axes])
+        self.constant = (0,) * workers.count
+        self.each: Classes = tuple(range(workers.count))
+        self._gradients: dict[int, tuple[str, str, Classes]] = {}  # by equation
+        self.draws_alike = False
+
+    def gradients(self) -> list[dict[str, Classes]]:
+        """Of each exchange that was met, the path and the classes of each gradient that it was given."""
+        exchanges: list[dict[str, Classes]] = []
+        for number, path, classes in self._gradients.values():
+            if number == "0":
+                exchanges.append({})
+            exchanges[-1][path] = classes
+        return exchanges
+
+    def over(self, axes: Iterable[str]) -> Classes:
+        """Workers with the same place along some of their axes are in one class."""
+        own = [i for i, n in enumerate(self._axes) if n in set(axes)]
+        places = np.indices(self._grid.shape).reshape(self._grid.ndim, -1)[own]
+        return _numbered(map(tuple, places.T.tolist()))
+
+    def axes_of(self, classes: Classes) -> list[str]:
+        """The axes along which classes change."""
+        grid, axes = np.array(classes).reshape(self._grid.shape), []
+        for i, n in enumerate(self._axes):
+            if (grid != grid.take([0], axis=i)).any():
+                axes.append(n)
+        return axes
+
+    def join(self, *values: Classes) -> Classes:
+        """Workers are in one class if they are for each array."""
+        different = {x for x in values if x != self.constant}
+        return _joined(*different) if len(different) > 1 else next(iter(different), self.constant)
+
+    def plain(self, eqn: JaxprEqn, given: list[Classes]) -> Classes:
+        """The classes of an operation's results."""
+        name, operands = eqn.primitive.name, self.join(*given)
+        if name == "name" and str(eqn.params["name"]).startswith(GRADIENT):
+            _, number, path = eqn.params["name"].split(" ", 2)
+            self._gradients[id(eqn)] = number, path, operands
+        if name in ("random_bits", "threefry2x32") and operands == self.constant:
+            self.draws_alike |= not self._gradients
+        is_ref = any(
+            hasattr(x.aval, "inner_aval") for x in eqn.outvars
+        )  # that may be written later
+        if is_ref or name in _OF_A_HOST or any(map(self._names_workers, jaxprs_in(eqn))):
+            return self.each
+        if name in _CASTS or not set(named_axes(eqn)).intersection(self._axes):
+            return operands
+        groups = self._groups(eqn)
+        if name == "ppermute" and groups is not None:
+            return self._permuted(eqn, groups, operands)
+        if groups is None or name not in _SAME_IN_A_GROUP | _PARTS_OF_A_GROUP:
+            return self.each
+        keys: list[Any] = [None] * len(operands)
+        for group in groups:
+            members = tuple([operands[m] for m in group])
+            for place, worker in enumerate(group):
+                keys[worker] = members if name in _SAME_IN_A_GROUP else (members, place)
+        return _numbered(keys)
+
+    def decided(self, eqn: JaxprEqn, by: Classes) -> None:
+        """Raises for a predicate that divides workers who talk in the branches or the loop."""
+        if by == self.constant:
+            return
+        for one in _equations(jaxprs_in(eqn)):
+            if not set(named_axes(one)).intersection(self._axes):
+                continue
+            if one.primitive.name in (*_CASTS, "axis_index"):
+                continue
+            groups = self._groups(one) or [list(self.each)]
+            if any(len({by[m] for m in group}) > 1 for group in groups):
+                raise ValueError(_HANGS)
+
+    def _names_workers(self, jaxpr: Jaxpr) -> bool:
+        named = (set(named_axes(eqn)) for eqn in _equations([jaxpr]))
+        return any(not names.isdisjoint(self._axes) for names in named)
+
+    def _groups(self, eqn: JaxprEqn) -> list[list[int]] | None:
+        """Workers that take part in a collective together, in order; None where that is not known."""
+        named = [n for n in named_axes(eqn) if n in self._axes]
+        places = [self._axes.index(n) for n in named]
+        lines = np.moveaxis(self._grid, places, range(-len(places), 0))
+        rows = lines.reshape(-1, np.prod([self._grid.shape[i] for i in places], dtype=int)).tolist()
+        parts = eqn.params.get("axis_index_groups")
+        if parts is None:
+            return rows  # type: ignore[no-any-return]
+        if len(named) < len(named_axes(eqn)):
+            return None
+        return [[row[i] for i in part] for row in rows for part in parts]
+
+    def _permuted(self, eqn: JaxprEqn, groups: list[list[int]], given: Classes) -> Classes:
+        keys = [-1] * len(given)  # who is sent nothing has zeros
+        for group in groups:
+            for source, target in eqn.params["perm"]:
+                keys[group[target]] = given[group[source]]
+        return _numbered(keys)
+
+
+def _equations(jaxprs: Iterable[Jaxpr]) -> Iterator[JaxprEqn]:
+    """All equations, also of programs inside."""
+    for jaxpr in jaxprs:
+        for eqn in jaxpr.eqns:
+            yield eqn
+            yield from _equations(jaxprs_in(eqn))
+
+
+class Increments(Walk):
+    """Whether a result is ``x + increment`` of one argument ``x``, on which the increment does not depend.
+
+    Of each array ``NO``, it does not depend on ``x``; ``PLUS``, it is ``x`` plus such; or ``OTHER``.
+    """
+
+    NO, PLUS, OTHER = range(3)
+    constant = NO
+
+    def join(self, *values: int) -> int:
+        """The largest."""
+        return max(values, default=self.NO)
+
+    def plain(self, eqn: JaxprEqn, given: list[int]) -> int:
+        """A sum stays one; all else that depends on ``x`` is something else."""
+        name = eqn.primitive.name
+        sums = {"add": given.count(self.PLUS) == 1, "sub": given[1:] == [self.NO]}
+        sums |= {"select_n": set(given[1:]) == {self.PLUS} and given[0] == self.NO}
+        kept = name in ("copy", "copy_p", "pvary", "name") or sums.get(name, False)
+        return self.join(*given) if kept or self.PLUS not in given else self.OTHER
+
+    def decided(self, eqn: JaxprEqn, by: int) -> None:
+        """A predicate may be anything: ``results`` take it in."""
+
+
+def is_increment(jaxpr: Jaxpr, argument: int, result: int) -> bool:
+    """True where a result is the argument plus what does not depend on it."""
+    given = [Increments.PLUS if i == argument else Increments.NO for i in range(len(jaxpr.invars))]
+    return Increments().results(jaxpr, given)[result] == Increments.PLUS
+
+
+# --- Keys
+
+
+def keys_among(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[int]:
+    """Places of arguments that are raw keys: JAX's random functions take them.
+
+    Also by way of other ``uint32[2]``, such as the state of a seed generator of Keras and its count.
+
+    Args:
+      jaxpr: of the step.
+      wanted: for each argument whether it may be one.
+    """
+    found: set[int] = set()
+
+    def visit(jaxpr: Jaxpr, origin: dict[Any, int]) -> None:
+        for eqn in jaxpr.eqns:
+            places = [None if isinstance(x, Literal) else origin.get(x) for x in eqn.invars]
+            came = [i for i in places if i is not None]
+            if not came:
+                continue
+            if eqn.primitive.name in ("random_wrap", "threefry2x32"):
+                found.update(came)
+            for x in eqn.outvars:
+                kind: Any = x.aval
+                if kind.shape == (2,) and kind.dtype == "uint32":
+                    origin[x] = came[0]
+            for one in jaxprs_in(eqn):
+                lead = len(eqn.invars) - len(one.invars)  # a cond has its predicate in front
+                pairs = zip(one.invars, places[lead:], strict=False) if lead >= 0 else ()
+                visit(one, {x: i for x, i in pairs if i is not None})
+
+    visit(jaxpr, {x: i for i, x in enumerate(jaxpr.invars) if wanted[i]})
+    return found
+
+
+# --- Constraints of a model that name the workers
+
+
+def without_axes(closed: ClosedJaxpr, taken: Sequence[str]) -> ClosedJaxpr:
+    """The same program, but that sharding constraints do not name the workers' axes, which are manual."""
+    return ClosedJaxpr(_without(closed.jaxpr, frozenset(taken)), closed.consts)
+
+
+def _without(jaxpr: Jaxpr, taken: frozenset[str]) -> Jaxpr:
+    if not any(_constrains(eqn, taken) for eqn in _equations([jaxpr])):
+        return jaxpr
+    eqns = []
+    for eqn in jaxpr.eqns:
+        params = dict(eqn.params)
+        if _constrains(eqn, taken):
+            lies = params["sharding"]
+            params["sharding"] = lies.update(spec=without(lies.spec, tuple(taken)))
+        elif jaxprs_in(eqn):
+            for name, x in params.items():
+                each = x if isinstance(x, tuple) else (x,)  # such as the branches of a cond
+                each = tuple([_inside(one, taken) for one in each])
+                params[name] = each if isinstance(x, tuple) else each[0]
+        eqns.append(eqn.replace(params=params))
+    return jaxpr.replace(eqns=eqns)
+
+
+def _inside(x: Any, taken: frozenset[str]) -> Any:
+    if isinstance(x, ClosedJaxpr):
+        return ClosedJaxpr(_without(x.jaxpr, taken), x.consts)
+    return _without(x, taken) if isinstance(x, Jaxpr) else x
+
+
+def _constrains(eqn: JaxprEqn, taken: frozenset[str]) -> bool:
+    lies = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
+    return isinstance(lies, NamedSharding) and not taken.isdisjoint(axes_in(lies.spec))

@@ -1,0 +1,113 @@
+"""Objects of flax's nnx among the arguments of a step, which changes them in place."""
+
+import contextlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from lioncub_jax.exchange.holder import Holder
+from lioncub_jax.exchange.holders import find_holders
+from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.specs import axes_of, flax_in_use
+
+_TAG = "lioncub_jax.map_step"
+_GRAPHS: dict[Any, bool] = {}  # by the structure of an argument
+_PLAIN = {np.ndarray, int, float, str, bool, type(None)}
+
+
+def is_graph(x: Any) -> bool:
+    """True for what holds modules, optimizers, streams, metrics or variables; not for an ``nnx.State``."""
+    if type(x) in _PLAIN or not flax_in_use():
+        return False
+    from flax import nnx
+
+    if isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State)):
+        return not isinstance(x, nnx.State)
+    structure = jax.tree.structure(x)  # it has the classes of all nodes, and is made without Python
+    if structure not in _GRAPHS:
+        kinds = nnx.Pytree, nnx.Variable, nnx.State
+        leaves = jax.tree.leaves(x, is_leaf=lambda x: isinstance(x, kinds))
+        _GRAPHS[structure] = any(isinstance(x, kinds[:2]) for x in leaves)
+    return _GRAPHS[structure]
+
+
+def updating(values: Any) -> contextlib.AbstractContextManager[Any]:
+    """The context of a call, in which nnx knows the objects of the arguments again in what is returned."""
+    if not any(map(is_graph, values)):
+        return contextlib.nullcontext()
+    from flax import nnx
+
+    return nnx.update_context(_TAG)
+
+
+def split(nodes: Any) -> tuple[Any, Any]:
+    """``(definition, state)`` of objects, ``(None, None)`` of none."""
+    if not nodes:
+        return None, None
+    from flax import nnx
+
+    with nnx.split_context(_TAG) as context:
+        definition, state = context.split(nodes)
+    return definition, state
+
+
+def merged(definition: Any, state: Any, inner: bool = True) -> Any:
+    """Undoes `split`: with new objects in a step, ``inner``, with those of the arguments around it."""
+    if definition is None:
+        return []
+    from flax import nnx
+
+    with nnx.merge_context(_TAG, inner=inner) as context:
+        return context.merge(definition, state)
+
+
+def variables(node: Any) -> list[tuple[Any, Holder]]:
+    """The variables of objects, each with the holder of its array, of optimizers by its place."""
+    from flax import nnx
+
+    front, found = set[int](), []
+    objects = [x for _, x in nnx.iter_graph(node)]
+    for x in objects:
+        if isinstance(x, nnx.Optimizer):
+            pairs = zip(
+                jax.tree.leaves(x.opt_state),
+                jax.tree.leaves(find_holders(x.opt_state)),
+                strict=True,
+            )
+            front |= {id(array) for array, holder in pairs if holder is Holder.FRONT}
+    for x in objects:
+        if isinstance(x, nnx.Variable):
+            found.append((x, Holder.FRONT if id(x.get_value()) in front else Holder.ALL))
+    return found
+
+
+def is_own(x: Any, workers: Workers) -> bool:
+    """True for a variable whose first dimension is that of the workers, by its names."""
+    if not flax_in_use():
+        return False
+    from flax import nnx
+
+    if not isinstance(x, nnx.Variable):
+        return False
+    names = x.get_metadata().get("out_sharding") or ()
+    names = tuple(getattr(names, "spec", names))
+    return bool(names) and not set(axes_of(names[0])).isdisjoint(workers.axes)
+
+
+def variable_kinds(state: Any) -> dict[str, str]:
+    """The kind of variable that each array of a state is in, by its path."""
+    if state is None:
+        return {}
+    from flax import nnx
+
+    known = nnx.Param, nnx.BatchStat, nnx.RngState, nnx.OptState, nnx.metrics.MetricState
+    found = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(
+        state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    ):
+        if isinstance(x, nnx.Variable):
+            kind = next((k for k in known if isinstance(x, k)), type(x)).__name__
+            for rest, _ in jax.tree_util.tree_leaves_with_path(x):
+                found[jax.tree_util.keystr((*path, *rest))] = kind
+    return found

@@ -1,0 +1,417 @@
+"""A train step, written as for one device, mapped over the workers.
+
+The step is traced once, inside of a ``shard_map`` over the workers' axes, where each worker has its rows,
+whole parameters, and its own gradients; only the optimizer talks. `differ` reads that trace: which results
+differ between workers is proven, never guessed from names. The same trace is then run, so foreign code
+needs no casts. `arguments` says what goes in, `results` what comes out.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lioncub_jax.exchange import checks, scopes
+from lioncub_jax.mesh import axes, hosts
+from lioncub_jax.mesh.hosts import is_key
+from lioncub_jax.mesh.placement import FREE, Workers, check_alive, check_real
+from lioncub_jax.mesh.specs import axes_in, spec_of
+from lioncub_jax.training import differ, graphs
+from lioncub_jax.training.arguments import (
+    Arguments,
+    Call,
+    Role,
+    Which,
+    arguments_of,
+    array_class,
+    is_of_this_process,
+    raw_keys,
+    typed_keys,
+)
+from lioncub_jax.training.loss import in_worker
+from lioncub_jax.training.own import prepared
+from lioncub_jax.training.results import Outside, Results
+
+
+def map_step(
+    step: Callable[..., Any],
+    workers: Workers,
+    *,
+    rows: Which = None,
+    averaged: Sequence[str] = ("batch_stats",),
+    out: Mapping[str, str] | None = None,
+    donate: Which = (),
+) -> "MappedStep":
+    """Maps a whole train step over the workers.
+
+    ``step`` runs once on each worker, with its part of the rows::
+
+        state_i, metrics_i = step(state, rows_i)
+
+    and what is proven to be the same on all workers is the result. It differs, and is not an error, in
+    these cases: each worker's own state of an optimizer, as ``[workers, ...]``; batch statistics, which are
+    averaged over the workers with finite ones; numbers, of which floating ones are averaged and whole ones
+    added; and rows, which are joined.
+
+    Args:
+      step: any function of pytrees, also one that changes modules of nnx in place; jitted or not.
+      workers: a `Workers`, on a mesh with Auto or Explicit axes.
+      rows: the batch: the name or place of an argument, or several; a dict gives the dimension in which
+        the rows are, ``{"batches": 1}``. By default the last argument, and what lies over the workers.
+      averaged: names in the paths of floating state that is averaged over the workers in each step, besides
+        ``nnx.BatchStat``, such as ``("batch_stats",)``.
+      out: what becomes of results by a name in their path, where it is not told by the above: ``"rows"``
+        (joined), ``"mean"``, ``"sum"``, or ``"each"`` (``[workers, ...]``).
+      donate: arguments whose memory the step takes over, where it compiles itself.
+
+    Returns:
+      The step on global arrays, a `MappedStep`. It compiles itself, and may be called under ``jax.jit``,
+      ``nnx.jit``, ``lax.scan``. Random keys among the arguments are folded with the number of the worker,
+      each its own; a key that comes back is that of one device.
+
+    Raises:
+      TypeError: for no `Workers`.
+      ValueError: for ``out`` that is none of these; when called, for rows that the workers do not divide,
+        an array that differs and must not, a cond by what differs in which workers talk, and gradients that
+        are the same on all workers.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, lioncub_jax as lc, optax
+      >>> workers = lc.Workers.one_per_device()
+      >>> tx = lc.lion_cub(1e-3, workers=workers)
+      >>> def step(state, batch):
+      ...     params, opt_state = state
+      ...     loss, grads = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(params)
+      ...     updates, opt_state = tx.update(grads, opt_state, params)
+      ...     return (optax.apply_updates(params, updates), opt_state), loss
+      >>> params = jnp.ones((3, 1))
+      >>> batch = jnp.ones((8 * workers.count, 3))
+      >>> state, loss = lc.map_step(step, workers)((params, tx.init(params)), batch)
+      >>> float(loss)
+      9.0
+
+    Source: this library.
+    """
+    check_real(workers)
+    out = dict(out or {})
+    if unknown := [x for x in out.values() if x not in ("rows", "mean", "sum", "each")]:
+        raise ValueError(
+            f"out has {unknown[0]!r}: give 'rows', 'mean', 'sum' or 'each' of each name"
+        )
+    return MappedStep(step, workers, rows, tuple(averaged), out, donate)
+
+
+class MappedStep:
+    """A step of all workers, on global arrays; see `map_step`.
+
+    Source: this library; see `map_step` for an example.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        workers: Workers,
+        rows: Which,
+        averaged: tuple[str, ...],
+        out: dict[str, str],
+        donate: Which,
+    ):
+        self.step, self.workers, self.rows, self.averaged = step, workers, rows, averaged
+        self.out, self.donate = out, donate
+        self._calls = dict[Any, tuple[Program, Moves]]()
+        self._programs = dict[Any, Program]()
+        self.__wrapped__, self.__name__ = step, getattr(step, "__name__", "step")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the step returns, of all workers; modules of nnx are changed in place."""
+        with graphs.updating([*args, *kwargs.values()]):
+            call = Call(self.step, args, kwargs)
+            if call.traced:
+                program = Program(self, call, Arguments(call, self.workers, self.rows))
+                return program.results.rebuilt(program.on_mesh(program.arguments.arrays(call)))
+            key = call.key()
+            if key not in self._calls:
+                self._calls[key] = self._prepared(call)
+            program, moves = self._calls[key]
+            arrays = program.arguments.arrays(call)
+            for x, leaf in zip(arrays, program.arguments.leaves, strict=True):
+                if type(x) is array_class() and x.is_deleted():  # type: ignore[attr-defined]
+                    check_alive(leaf.name, x)
+            return program.results.rebuilt(program.jitted(*program.split(moved(arrays, moves))))
+
+    def _prepared(self, call: Call) -> "tuple[Program, Moves]":
+        """The program for a call, and which of its arrays lie elsewhere than it wants them."""
+        if jax.process_count() == 1:
+            return self._program(call)
+        program, moves = hosts.together("the step was not traced", partial(self._program, call))
+        arrays = program.arguments.arrays(call)
+        names = [x.name for x in program.arguments.leaves]
+        shared = [x.role is not Role.ROWS for x in program.arguments.leaves]
+        local = {}
+        for name, x, is_shared in zip(names, arrays, shared, strict=True):
+            if is_shared and is_of_this_process(x, self.workers):
+                local[name] = x
+        hosts.check_same("map_step", local, NamedSharding(self.workers.mesh, P()))
+        arrays = moved(arrays, moves)
+        lowered = program.jitted.lower(*program.split(arrays))
+        hosts.check_same_program(lowered, {"": dict(zip(names, arrays, strict=True))})
+        return program, moves
+
+    def _program(self, call: Call) -> "tuple[Program, Moves]":
+        arguments = Arguments(call, self.workers, self.rows)
+        key = arguments.key(call)
+        if key not in self._programs:
+            self._programs[key] = Program(self, call, arguments)
+        return self._programs[key], moves_of(arguments, arguments.arrays(call))
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Lowers the step as ``jax.jit(...).lower``, to read its program. Shapes will do."""
+        with graphs.updating([*args, *kwargs.values()]):
+            call = Call(self.step, args, kwargs)
+            program, moves = self._program(call)
+            arrays = moved(program.arguments.arrays(call), moves)
+            return program.jitted.lower(*program.split(arrays))
+
+    def explain(self, *args: Any, **kwargs: Any) -> str:
+        """What each array of such arguments is to the workers, and what becomes of each result."""
+        with graphs.updating([*args, *kwargs.values()]):
+            program, _ = self._program(Call(self.step, args, kwargs))
+            given = [f"{x.name}: {x.role.value}" for x in program.arguments.leaves]
+            return "\n".join(["given", *given, "returned", *program.outside.lines()])
+
+    def prepare(self, state: Any) -> Any:
+        """Places a state on the mesh, and gives each worker its own of what stands in front of an exchange.
+
+        That is the momentum of ``optax.trace`` in front of the library's transform in a chain, or what
+        ``optax.MultiSteps`` adds up: a plain ``init`` makes one of it.
+
+        Args:
+          state: a tree with the states of optimizers in it, or an ``nnx.Optimizer``, which is changed.
+
+        Returns:
+          The state; in front of an exchange arrays are in boxes, ``[workers, ...]``.
+        """
+        return prepared(state, self.workers)
+
+
+class Program:
+    """A step for arguments of one structure: traced, read, and run.
+
+    Attributes:
+      arguments: what goes in.
+      results: what the step returns on a worker.
+      outside: what becomes of it.
+    """
+
+    def __init__(self, mapped: MappedStep, call: Call, arguments: Arguments):
+        self.mapped, self.workers, self.arguments = mapped, mapped.workers, arguments
+        # Types are needed inside of a group only, whose devices share what they send.
+        self.mapper = with_free_axis(self.workers) if self.workers.group else self.workers
+        self.specs = [x.spec for x in self.arguments.leaves]
+        shapes = [x.shape for x in self.arguments.leaves]
+        closed, self.results = self._traced(shapes)
+        self.closed = differ.without_axes(closed, self.workers.axes)
+        check_closure(self.closed, self.workers)
+        self.keys = typed_keys(self.arguments.leaves)
+        self.keys |= differ.keys_among(self.closed.jaxpr, raw_keys(self.arguments.leaves))
+        self._read(shapes)
+        donated = dict[int, int]()
+        if mapped.donate != ():
+            donated = arguments_of(mapped.donate, self.arguments.names)
+        self._donated = [i for i, x in enumerate(self.arguments.leaves) if x.argument in donated]
+        self._kept = [i for i in range(len(self.specs)) if i not in set(self._donated)]
+
+    def _traced(self, shapes: Sequence[Any]) -> tuple[Any, Results]:
+        """The step's jaxpr on one worker, and its results."""
+        found: dict[str, Any] = {}
+        leaves = self.arguments.leaves
+
+        def body(arrays: list[jax.Array]) -> list[jax.Array]:
+            nodes, out = self.arguments.called(in_worker(self.mapped.step), arrays)
+            found["results"] = Results(self.arguments, nodes, out)
+            return found["results"].arrays
+
+        def probe(arrays: list[jax.Array]) -> list[Any]:
+            here = [leaf.here(x) for leaf, x in zip(leaves, arrays, strict=True)]
+            found["jaxpr"] = jax.jit(body).trace(here).jaxpr
+            return []
+
+        token = checks.proven.set(True)
+        try:
+            jax.eval_shape(self.mapper.map(probe, (self.specs,), [], typed=False), list(shapes))
+        finally:
+            checks.proven.reset(token)
+        return found["jaxpr"], found["results"]
+
+    def _read(self, shapes: Sequence[Any]) -> None:
+        """Proves which results differ between workers, and decides what becomes of them."""
+        jaxpr, leaves, workers = self.closed.jaxpr, self.arguments.leaves, self.workers
+        differences = differ.Differences(workers)
+        given = [differences.over(x.over()) for x in leaves]
+        folded = [differences.each if i in self.keys else x for i, x in enumerate(given)]
+        results = differences.results(jaxpr, folded)
+        self._check_gradients(differences)
+        # A key that is kept, split or counted on goes on as on one device, whatever each draws with it.
+        unfolded = differ.Differences(workers).results(jaxpr, given) if self.keys else results
+        self.chains = {}
+        for i, x in enumerate(self.results.each):
+            is_a_key = x.before in self.keys or is_key(self.results.arrays[i])
+            if is_a_key and results[i] != differences.constant == unfolded[i]:
+                self.chains[i] = self._slice(i)
+
+        self.outside = Outside(self, differences, results)
+
+    @cached_property
+    def grown(self) -> list[bool]:
+        """For each result whether its first dimension doubles with the rows: such are rows themselves."""
+        doubled = []
+        for leaf in self.arguments.leaves:
+            shape = list(leaf.shape.shape)
+            if leaf.role is Role.ROWS:
+                shape[leaf.dim] *= 2
+            doubled.append(leaf.shape.update(shape=tuple(shape)))
+        _, more = self._traced(doubled)
+        pairs = zip(self.results.arrays, more.arrays, strict=True)
+        return [x.ndim > 0 and y.shape[0] == 2 * x.shape[0] for x, y in pairs]
+
+    def _slice(self, i: int) -> Callable[[Sequence[Any]], Any]:
+        """One result as a function of the arguments, of the operations that it needs."""
+        wanted = [n == i for n in range(len(self.closed.jaxpr.outvars))]
+        part, used = dce_jaxpr(self.closed.jaxpr, wanted)
+
+        def run(arrays: Sequence[Any]) -> Any:
+            needed = [x for x, is_used in zip(arrays, used, strict=True) if is_used]
+            return jax.core.eval_jaxpr(part, self.closed.consts, *needed)[0]
+
+        return run
+
+    def _check_gradients(self, differences: differ.Differences) -> None:
+        """Raises for gradients that are the same on all workers, or over some of their axes."""
+        sizes = self.workers.mesh.shape
+        for exchange in differences.gradients():
+            over = differences.axes_of(differences.join(*exchange.values()))
+            if same := [n for n in self.workers.axes if n not in over and sizes[n] > 1]:
+                where = f"over {', '.join(same)}" if over else "on all workers"
+                raise ValueError(
+                    f"the gradients of {', '.join([*exchange][:3])} are the same {where}: they are made of "
+                    "no rows of a batch, or were averaged in front of the exchange. Leave lax.pmean out; "
+                    "or "
+                    'say which argument is the batch: map_step(step, workers, rows="batch")'
+                )
+        if differences.draws_alike and self.workers.count > 1:
+            warnings.warn(
+                "the step draws random numbers with a key that is the same on all workers, so all draw "
+                "alike, such as one dropout mask: it makes the key of a constant. Give the key as an "
+                "argument, into which each worker folds its number, or fold it in: jax.random.fold_in(key, "
+                f"jax.lax.axis_index({self.workers.axes}))",
+                stacklevel=6,
+            )
+
+    # --- Run
+
+    @cached_property
+    def jitted(self) -> Any:
+        """The compiled program, of the arrays that are donated and of the others."""
+        shardings = self.workers.shardings(self.specs)
+        given = tuple([shardings[i] for i in part] for part in (self._donated, self._kept))
+        out = self.workers.shardings(self.outside.specs())
+
+        def run(donated: list[Any], kept: list[Any]) -> list[Any]:
+            arrays: list[Any] = [None] * len(self.specs)
+            for places, part in ((self._donated, donated), (self._kept, kept)):
+                for i, x in zip(places, part, strict=True):
+                    arrays[i] = x
+            return self.on_mesh(arrays)
+
+        run.__name__ = self.mapped.__name__
+        return jax.jit(run, in_shardings=given, out_shardings=out, donate_argnums=0)
+
+    def split(self, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The arrays that are donated, and the others."""
+        if not self._donated:
+            return [], arrays
+        return [arrays[i] for i in self._donated], [arrays[i] for i in self._kept]
+
+    def on_mesh(self, arrays: Sequence[Any]) -> list[Any]:
+        """The results of all workers, of global arrays."""
+        leaves = self.arguments.leaves
+
+        def on_worker(arrays: list[jax.Array]) -> list[jax.Array]:
+            whole = [leaf.here(x) for leaf, x in zip(leaves, arrays, strict=True)]
+            here = [self._folded(x) if i in self.keys else x for i, x in enumerate(whole)]
+            with jax.named_scope(scopes.DECIDED):  # by none alone: `differ` has proven it
+                results = jax.core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *here)
+            for i, chain in self.chains.items():
+                results[i] = chain(whole)
+            return self.outside.joined(results, whole)
+
+        specs = self.outside.specs()
+        run = self.mapper.map(on_worker, (self.specs,), specs, typed=False)
+        return run(list(arrays))  # type: ignore[no-any-return]
+
+    def _folded(self, x: jax.Array) -> jax.Array:
+        fold = jnp.vectorize(jax.random.fold_in) if is_key(x) else jax.random.fold_in
+        return fold(x, axes.worker_index(self.workers.axes))
+
+
+def with_free_axis(workers: Workers) -> Workers:
+    """The same workers on a mesh with one more axis, of one device, for a ``shard_map`` with types."""
+    mesh = workers.mesh
+    kinds = (*mesh.axis_types, jax.sharding.AxisType.Auto)
+    wider = jax.sharding.Mesh(mesh.devices[..., None], (*mesh.axis_names, FREE), axis_types=kinds)
+    return Workers(wider, workers.axis, workers.group)
+
+
+def check_closure(closed: Any, workers: Workers) -> None:
+    """Raises for arrays from around the step that lie over the workers, and for random keys."""
+    for x in closed.consts:
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+            continue
+        if not set(workers.axes).isdisjoint(axes_in(spec_of(x))):
+            raise ValueError(
+                f"the step closes over an array of shape {x.shape} that is cut over the workers: give it "
+                "as an argument"
+            )
+        if is_key(x):
+            raise ValueError(
+                "the step closes over a random key, and all workers would draw the same: give it as an "
+                "argument, into which each folds its number"
+            )
+
+
+# The places of arrays that lie elsewhere than a program wants them, and how each gets there.
+Moves: TypeAlias = list[tuple[int, Callable[[Any], Any]]]
+
+
+def moves_of(arguments: Arguments, arrays: Sequence[Any]) -> Moves:
+    """What is to be moved of the arrays of a call; the same in each call with arrays that lie so."""
+    moves: Moves = []
+    for i, (x, leaf) in enumerate(zip(arrays, arguments.leaves, strict=True)):
+        sharding = NamedSharding(arguments.workers.mesh, leaf.spec)
+        if is_of_this_process(x, arguments.workers):
+            whole = leaf.shape.shape if leaf.role is Role.ROWS else jnp.shape(x)
+            moves.append((i, partial(_from_this_process, sharding=sharding, shape=whole)))
+        elif isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(sharding, x.ndim):
+            moves.append((i, partial(jax.device_put, device=sharding)))
+    return moves
+
+
+def _from_this_process(x: Any, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
+    return hosts.from_key_words(
+        jax.make_array_from_process_local_data(sharding, np.asarray(hosts.key_words(x)), shape), x
+    )
+
+
+def moved(arrays: list[Any], moves: Moves) -> list[Any]:
+    """The arrays where the program wants them."""
+    arrays = list(arrays)
+    for i, put in moves:
+        arrays[i] = put(arrays[i])
+    return arrays

@@ -1,0 +1,135 @@
+"""What each worker has for itself, and what all have together, of the arrays of a step."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lioncub_jax.exchange import wires
+from lioncub_jax.exchange.holder import Holder
+from lioncub_jax.exchange.holders import exchanging_part, find_holders
+from lioncub_jax.mesh import hosts
+from lioncub_jax.mesh.hosts import is_key
+from lioncub_jax.mesh.placement import Workers, check_workers
+from lioncub_jax.mesh.specs import shortened, spec_of
+from lioncub_jax.training import graphs, kinds
+from lioncub_jax.training.arguments import Own, is_of_optax
+
+
+def own(tree: Any, workers: Workers) -> Own:
+    """Gives each worker its own copy of a tree, such as the sums of a loop in front of the optimizer.
+
+    Args:
+      tree: of arrays, the same on every process.
+      workers: a `Workers`.
+
+    Returns:
+      A box, a pytree with leaves ``[workers, ...]``, for an argument of a mapped step, in which there is no
+      box; the step returns it so. Typed random keys are each worker's own. A worker whose arrays in a box
+      are not finite after a step keeps those from before it.
+
+    Example:
+      >>> import jax.numpy as jnp, lioncub_jax as lc
+      >>> workers = lc.Workers.one_per_device()
+      >>> lc.training.own({"sum": jnp.zeros(3)}, workers).value["sum"].shape == (workers.count, 3)
+      True
+
+    Source: this library.
+    """
+    check_workers(workers)
+    return Own(jax.tree.map(partial(_of_each, workers), tree))
+
+
+def _of_each(workers: Workers, x: Any) -> jax.Array:
+    x = jnp.asarray(x) if not isinstance(x, jax.Array) else x
+    spec = shortened(P(workers.axes, *shortened(spec_of(x), workers.inner)))
+    if not isinstance(x, jax.core.Tracer):
+        x = hosts.put(x, workers.shardings(P(*spec[1:])))
+    run = workers.map(partial(_folded, workers), (P(*spec[1:]),), spec, typed=False)
+    return jax.jit(run)(x)  # type: ignore[no-any-return]
+
+
+def _folded(workers: Workers, x: jax.Array) -> jax.Array:
+    return (kinds.fold(workers, x) if is_key(x) else x)[None]
+
+
+def prepared(state: Any, workers: Workers) -> Any:
+    """A state on the mesh, with what stands in front of an exchange in boxes; see `MappedStep.prepare`."""
+    if not graphs.is_graph(state):
+        return _prepared(state, workers)
+    for variable, holder in graphs.variables(state):
+        held = _held(workers, holder, variable.get_value())
+        variable.set_value(held.value if isinstance(held, Own) else held)
+        if isinstance(held, Own):
+            variable.set_metadata(out_sharding=tuple(spec_of(held.value)))
+    return state
+
+
+def _prepared(node: Any, workers: Workers) -> Any:
+    if isinstance(node, Own):
+        return node
+    if is_of_optax(node) and exchanging_part(node) is not None:
+        return jax.tree.map(partial(_held, workers), find_holders(node), node)
+    tree: Any
+    parts, tree = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
+    if len(parts) == 1 and parts[0] is node:
+        return _held(workers, Holder.ALL, node)
+    return tree.unflatten([_prepared(part, workers) for part in parts])
+
+
+def _held(workers: Workers, holder: Holder, x: Any) -> Any:
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        return x
+    if holder is Holder.FRONT:
+        return own(x, workers)
+    if isinstance(x.sharding, NamedSharding) and x.sharding.mesh == workers.mesh:
+        return x
+    return hosts.put(x, workers.shardings(P()))
+
+
+def mean_over_workers(tree: Any, workers: Workers) -> Any:
+    """The mean over the workers of what each has in a step: a denominator, a norm, a loss.
+
+    ``x = sum_i x_i / W``. A loss that a worker divides by ``mean_over_workers`` of its count of tokens is,
+    as a mean over the workers, the sum of all losses divided by all tokens.
+
+    Args:
+      tree: of floating arrays; they travel as they are, so give few.
+      workers: a `Workers`.
+
+    Returns:
+      The same tree; outside of a mapped step, as on one device, what was given.
+
+    Example:
+      >>> import jax.numpy as jnp, lioncub_jax as lc
+      >>> float(lc.mean_over_workers(jnp.float32(3), lc.Workers.one_per_device()))
+      3.0
+
+    Source: this library.
+    """
+    check_workers(workers)
+    return wires.mean_over_workers(tree, workers.axes) if in_step(workers) else tree
+
+
+def sum_over_workers(tree: Any, workers: Workers) -> Any:
+    """The sum over the workers of what each has in a step, such as a count of tokens.
+
+    ``x = sum_i x_i``; arguments and what is returned are those of `mean_over_workers`.
+
+    Example:
+      >>> import jax.numpy as jnp, lioncub_jax as lc
+      >>> int(lc.training.sum_over_workers(jnp.int32(3), lc.Workers.one_per_device()))
+      3
+
+    Source: this library.
+    """
+    check_workers(workers)
+    return wires.sum_of_floats(tree, workers.axes) if in_step(workers) else tree
+
+
+def in_step(workers: Workers) -> bool:
+    """True inside of a mapped step, or of a ``shard_map`` over the workers."""
+    return set(workers.axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)

@@ -1,0 +1,338 @@
+"""What comes out of a mapped step: what is the same stays; what differs is joined, or is an error."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from lioncub_jax.exchange import wires
+from lioncub_jax.exchange.means import common_dtype
+from lioncub_jax.mesh.hosts import is_key
+from lioncub_jax.training import graphs
+from lioncub_jax.training.arguments import Arguments, Role, as_static, is_array, opened
+from lioncub_jax.training.differ import Classes, Differences, is_increment
+
+_SAID = {"rows": Role.ROWS, "mean": Role.MEAN, "sum": Role.SUM, "each": Role.OWN}
+
+
+class Result(NamedTuple):
+    """An array that a step returns.
+
+    Attributes:
+      name: as a user would write it.
+      before: the place, among the arrays of the arguments, of that which it goes on from; or None.
+      kind: of the variable of nnx that holds it, or "".
+    """
+
+    name: str
+    before: int | None = None
+    kind: str = ""
+
+
+class _Slot(NamedTuple):
+    place: int
+
+
+class _Fixed(NamedTuple):
+    value: Any
+
+
+class Results:
+    """The results of a step on one worker.
+
+    Attributes:
+      arrays: of the results, traced.
+      each: a `Result` for each.
+    """
+
+    def __init__(self, arguments: Arguments, nodes: list[Any], out: Any):
+        self.arrays, self.each = list[Any](), list[Result]()
+        self._arguments, self._template = arguments, None
+        self._state_tree: Any = None
+        self._is_graph = bool(arguments.graph) and graphs.is_graph(out)
+        if arguments.graph:
+            self._add_state(nodes, out if self._is_graph else ())
+        if not self._is_graph:
+            template = _Matching(arguments, self._add).of(out)
+            is_leaf = (_Slot, _Fixed)
+            self._template = jax.tree.flatten(template, is_leaf=lambda x: isinstance(x, is_leaf))
+
+    def _add(self, x: Any, result: Result) -> _Slot:
+        self.arrays.append(jnp.asarray(x))
+        self.each.append(result)
+        return _Slot(len(self.each) - 1)
+
+    def _add_state(self, nodes: list[Any], out: Any) -> None:
+        """Adds the variables of the modules that the step was given, and of those that it returns."""
+        self._definition, state = graphs.split((nodes, out))
+        whole = self._arguments.with_statics(range(len(self._arguments.leaves)))
+        before = {
+            jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(whole[1])
+        }
+        kinds = graphs.variable_kinds(state)
+        leaves, self._state_tree = jax.tree_util.tree_flatten_with_path(state)
+        for path, x in leaves:
+            at = before.get(jax.tree_util.keystr(path[1:])) if path[0].key == 0 else None
+            name = f"result{jax.tree_util.keystr(path[1:])}"
+            name = name if at is None else self._arguments.leaves[at].name
+            self._add(x, Result(name, at, kinds.get(jax.tree_util.keystr(path), "")))
+
+    def rebuilt(self, arrays: Sequence[Any]) -> Any:
+        """What the step returns, of arrays of all workers; modules of the arguments are changed."""
+        out = None
+        if self._state_tree is not None:
+            state = self._state_tree.unflatten(arrays[: self._state_tree.num_leaves])
+            _, out = graphs.merged(self._definition, state, inner=False)
+        if self._template is None:
+            return out
+        tree: Any
+        leaves, tree = self._template
+        return tree.unflatten([arrays[x.place] if type(x) is _Slot else x.value for x in leaves])
+
+
+class _Matching:
+    """Finds the parts of a result that go on from an argument, by structure, shapes and dtypes."""
+
+    def __init__(self, arguments: Arguments, add: Callable[[Any, Result], _Slot]):
+        self._arguments, self._add, self._taken = arguments, add, set[int]()
+        self._parts: dict[Any, list[tuple[Any, list[Any]]]] = {}
+        plain, _ = arguments.with_statics([_Slot(i) for i in range(len(arguments.leaves))])
+        self._offer(plain)
+
+    def _offer(self, node: Any) -> None:
+        """Offers a part of the arguments, and all parts of it."""
+        is_slot: Any = lambda x: isinstance(x, _Slot)  # noqa: E731
+        leaves, tree = jax.tree.flatten(opened(node), is_leaf=is_slot)
+        if any(map(is_slot, leaves)):
+            kinds = tuple([self._kind_before(x) if is_slot(x) else as_static(x) for x in leaves])
+            self._parts.setdefault((tree, kinds), []).append((node, leaves))
+        if not is_slot(node):
+            for part in jax.tree.leaves(node, is_leaf=lambda x: x is not node):
+                if part is not node:
+                    self._offer(part)
+
+    def _kind_before(self, slot: _Slot) -> Any:
+        leaf = self._arguments.leaves[slot.place]
+        shape = list(leaf.shape.shape)
+        if leaf.role is Role.ROWS:
+            shape[leaf.dim] //= self._arguments.workers.count
+        return tuple(shape[leaf.role is Role.OWN :]), leaf.shape.dtype
+
+    def of(self, node: Any, path: Any = ()) -> Any:
+        """The result with a `_Slot` for each array."""
+        leaves, tree = jax.tree.flatten(node)
+        kinds = tuple([(jnp.shape(x), x.dtype) if is_array(x) else as_static(x) for x in leaves])
+        is_leaf, name = len(leaves) == 1 and leaves[0] is node, jax.tree_util.keystr(path)
+        for outside, before in self._parts.get((tree, kinds), ()):
+            places = [x.place for x in before if isinstance(x, _Slot)]
+            if self._taken.isdisjoint(places) and (not is_leaf or _may_be_key(node)):
+                self._taken.update(places)
+                slots = [self._slot(x, at) for x, at in zip(leaves, before, strict=True)]
+                held: Any = jax.tree.structure(outside, is_leaf=lambda x: isinstance(x, _Slot))
+                return held.unflatten(slots)
+        if is_leaf:
+            return self._add(node, Result(f"result{name}")) if is_array(node) else _Fixed(node)
+        one: Any
+        each, one = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+        return one.unflatten([self.of(x, (*path, *rest)) for rest, x in each])
+
+    def _slot(self, x: Any, at: Any) -> Any:
+        if not isinstance(at, _Slot):
+            return _Fixed(x)
+        return self._add(x, Result(self._arguments.leaves[at.place].name, at.place))
+
+
+def _may_be_key(x: Any) -> bool:
+    return is_key(x) or (getattr(x, "dtype", None) == np.uint32 and x.ndim == 1)
+
+
+class Outside:
+    """What becomes of each result outside of the workers.
+
+    Attributes:
+      roles: a `Role` for each.
+    """
+
+    def __init__(self, program: Any, differences: Differences, differ: Sequence[Classes]):
+        self._program, self._differences, self._differ = program, differences, differ
+        self._results, self._workers = program.results, program.workers
+        self._leaves = program.arguments.leaves
+        self._averaged, self._out = {*program.mapped.averaged}, program.mapped.out
+        self.roles = [self._role(i, x) for i, x in enumerate(self._results.each)]
+        self._check_ratios()
+
+    def _role(self, i: int, result: Result) -> Role:
+        x, classes = self._results.arrays[i], self._differ[i]
+        leaf = None if result.before is None else self._leaves[result.before]
+        over = self._differences.axes_of(classes)
+        if leaf is not None and leaf.role in (Role.OWN, Role.ROWS):
+            if more := sorted(set(over).difference(leaf.over())):
+                raise ValueError(
+                    f"{result.name} is the same over {more} before the step, and differs over it after"
+                )
+            return leaf.role
+        if result.kind == "MetricState" and leaf is not None:
+            return self._metric_state(i, result, over)
+        if not over:
+            return Role.SAME
+        if i in self._program.chains:
+            return Role.KEY
+        is_float = not is_key(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+        if leaf is not None or result.kind:
+            statistic = result.kind == "BatchStat" or _words(result.name) & self._averaged
+            if statistic and is_float:
+                return Role.MEAN
+            raise ValueError(self._drift(result, x, over))
+        if is_key(x):
+            raise ValueError(
+                f"{result.name} is a random key that differs between workers: return it as state"
+            )
+        if said := _words(result.name) & {*self._out}:
+            return _SAID[self._out[said.pop()]]
+        if not x.ndim:
+            return Role.MEAN if is_float else Role.SUM
+        if self._program.grown[i]:
+            return Role.ROWS
+        raise ValueError(
+            f"{result.name} is an array of shape {x.shape} that differs between workers, and no rows of a "
+            "batch, as its first dimension does not grow with the rows: return a number of it, such as its "
+            f"norm or mean; or say what it is, map_step(..., out={{{_last_word(result.name)!r}: ...}}), "
+            '"rows" to join them, "each" for [workers, ...], "mean" or "sum"'
+        )
+
+    def _metric_state(self, i: int, result: Result, over: Sequence[str]) -> Role:
+        """What a metric of nnx has gained on each worker is added, also where that is the same."""
+        jaxpr, before = self._program.closed.jaxpr, result.before
+        assert before is not None
+        changed = jaxpr.outvars[i] is not jaxpr.invars[before]
+        if changed and is_increment(jaxpr, before, i):
+            return Role.GAINED
+        if not over:
+            return Role.SAME
+        raise ValueError(
+            f"{result.name} is a metric that differs between workers, and no sum: what each worker adds to "
+            "it depends on what it holds, such as the mean of nnx.metrics.Welford. Return the rows, or "
+            "their sum and number, and update the metric behind the step"
+        )
+
+    def _check_ratios(self) -> None:
+        """Raises for a whole number that is added beside a floating one that is averaged."""
+        beside: dict[str, dict[Role, str]] = {}
+        for result, role in zip(self._results.each, self.roles, strict=True):
+            said = result.before is not None or result.kind or _words(result.name) & {*self._out}
+            if not said and role in (Role.MEAN, Role.SUM):
+                inside = result.name.rpartition("[")[0]
+                beside.setdefault(inside, {})[role] = result.name
+        for each in beside.values():
+            if len(each) == 2:
+                mean, total = each[Role.MEAN], each[Role.SUM]
+                raise ValueError(
+                    f"{mean} is a floating number, which is averaged over the workers, and beside it "
+                    f"{total} a whole one, which is added: a ratio of them would be too small by the "
+                    f"number of workers. Say what they are: map_step(..., out={{{_last_word(mean)!r}: "
+                    f"'mean', {_last_word(total)!r}: 'sum'}}) for a mean and a count; 'sum' for both for "
+                    "a ratio"
+                )
+
+    def _drift(self, result: Result, x: Any, over: Sequence[str]) -> str:
+        """An error's text for state that all workers hold, and that differs after the step."""
+        axes = f" over {', '.join(over)}" if len(self._workers.axes) > 1 else ""
+        of = (
+            f"{result.name}, {x.dtype}{list(x.shape)}, differs between workers{axes} after the step"
+        )
+        exchanges = self._differences.gradients()
+        if not exchanges:
+            return (
+                f"{of}, and nothing in the step lets workers talk: use an optimizer of the library, such "
+                "as lioncub_jax.owner_adamw(..., workers=workers), or lioncub_jax.global_gradients around "
+                "yours"
+            )
+        leaf = None if result.before is None else self._leaves[result.before]
+        if leaf is not None and leaf.in_optimizer:
+            return (
+                f"{of}: it stands in front of the transform in which workers talk, or is changed by what "
+                "each has for itself, such as its own loss. In front, each worker has its own: state = "
+                "step.prepare(state) makes it so. Behind it, give all the same: value="
+                "lioncub_jax.mean_over_workers(loss, workers)"
+            )
+        if not is_key(x) and jnp.issubdtype(x.dtype, jnp.inexact):
+            shown = ", ".join([*exchanges[0]][:3])
+            return (
+                f"{of}. A parameter would drift apart: its update does not come from a transform in which "
+                f"workers talk, which has the gradients of {shown}; a mask or label keeps it from that one "
+                "(give it optax.set_to_zero() or global_gradients); or it is changed behind it by what "
+                "each worker has for itself, such as its own loss or norm (lioncub_jax.mean_over_workers). "
+                f"A statistic is averaged, in each step, by averaged=({_last_word(result.name)!r},); what "
+                "each worker is to have for itself goes in a box, lioncub_jax.training.own(x, workers)"
+            )
+        return (
+            f"{of}: it is state that all workers hold, and no float that could be averaged. Add it over "
+            "the workers in the step, count + lioncub_jax.training.sum_over_workers(new, workers); or give "
+            "each worker its own of it, lioncub_jax.training.own(x, workers)"
+        )
+
+    def specs(self) -> list[P]:
+        """How each result lies on the mesh."""
+        specs, axes = [], self._workers.axes
+        for i, (result, role) in enumerate(zip(self._results.each, self.roles, strict=True)):
+            if result.before is not None:
+                specs.append(self._leaves[result.before].spec)
+            elif role is Role.ROWS:
+                over = self._differences.axes_of(self._differ[i])
+                specs.append(P(tuple(n for n in axes if n in over)))
+            else:
+                specs.append(P(axes) if role is Role.OWN else P())
+        return specs
+
+    def lines(self) -> list[str]:
+        """What becomes of each result, a line each."""
+        pairs = zip(self._results.each, self.roles, strict=True)
+        return [f"{result.name}: {role.value}" for result, role in pairs]
+
+    def joined(self, results: list[Any], before: Sequence[Any]) -> list[Any]:
+        """Results as they leave a worker; ``before``: what it was given, by place."""
+        axes = self._workers.axes
+        means, statistics, totals = dict[int, Any](), dict[int, Any](), dict[int, Any]()
+        for i, (x, role) in enumerate(zip(results, self.roles, strict=True)):
+            at = self._results.each[i].before
+            if role is Role.OWN:
+                results[i] = x[None]
+            elif role is Role.MEAN:
+                (means if at is None else statistics)[i] = x.astype(common_dtype(x, jnp.float32))
+            elif role is Role.GAINED:
+                totals[i] = x - before[at]  # type: ignore[index]
+            elif role is Role.SUM:
+                totals[i] = x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
+        # A worker whose statistics are not finite leaves their mean, which it would spoil.
+        finite = jnp.stack(
+            [jnp.isfinite(x).all() for x in [*statistics.values(), jnp.zeros(())]]
+        ).all()
+        kept = jax.tree.map(lambda x: jnp.where(finite, x, 0), statistics)
+        count = finite.astype(jnp.float32) if statistics else ()
+        means, kept, count = wires.sum_of_floats((means, kept, count), axes)
+        for i, x in means.items():
+            kind = results[i].dtype if jnp.issubdtype(results[i].dtype, jnp.inexact) else x.dtype
+            results[i] = (x / self._workers.count).astype(kind)
+        for i, x in kept.items():
+            old = before[self._results.each[i].before]  # type: ignore[index]
+            mean = (x / jnp.maximum(count, 1).astype(x.dtype)).astype(old.dtype)
+            results[i] = jnp.where(count > 0, mean, old)
+        for i, x in totals.items():
+            over = tuple(n for n in axes if n in self._differences.axes_of(self._differ[i]))
+            if self.roles[i] is Role.GAINED:
+                results[i] = before[self._results.each[i].before] + wires.sum_over_workers(x, axes)  # type: ignore[index]
+            else:
+                results[i] = wires.sum_over_workers(x, over)
+        return results
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"\w+", name))
+
+
+def _last_word(name: str) -> str:
+    return re.findall(r"\w+", name)[-1]
