@@ -87,7 +87,9 @@ def on_workers(
     tx = optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> optax.OptState:
-        if not isinstance(workers, Workers) or checks.stands_in(params):
+        if checks.stands_in(params):
+            return tx.init(params)._replace(specs=0)
+        if not isinstance(workers, Workers):
             return tx.init(params)
         if _in_worker(workers):
             return _with_specs(tx.init(params), params, workers)
