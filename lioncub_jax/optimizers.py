@@ -57,7 +57,7 @@ def lion_cub(
     workers: AxisName | Workers | None,
     quantizer: Quantizer | None = None, wire: Wire | None = None,
     sync: Schedule | None = None, sync_where: Mask = None,
-    bucket_size: int | None = None,
+    bucket_size: int | None = None, forget: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Lion Cub: Lion whose workers vote with 1 or p bits of their own blend of gradient and momentum.
 
@@ -98,6 +98,8 @@ def lion_cub(
       sync_where: the leaves whose momenta are averaged.
       bucket_size: see `communicate`. Whole numbers decide what is compiled: ``optax.inject_hyperparams``
         leaves them alone if its ``static_args`` name them, as ``("workers", "bucket_size")``.
+      forget: momentum without gradient becomes 0 below this share of its leaf's mean magnitude, see
+        `momentum.blend`: for embeddings with rare tokens. 0 (default), as in the papers, for never.
 
     Returns:
       A transform whose ``update`` must run where the workers' axis is bound. It takes gradients that vary
@@ -117,8 +119,9 @@ def lion_cub(
       Algorithms" (Lion, arXiv 2302.06675).
     """
     vote = scale_by_lion_cub(
-        b1, b2, mu_dtype, workers=workers, quantizer=quantizer, wire=wire, bucket_size=bucket_size
-    )
+        b1, b2, mu_dtype, forget=forget, workers=workers, quantizer=quantizer, wire=wire,
+        bucket_size=bucket_size,
+    )  # fmt: skip
     return descending(_synced(vote, sync, sync_where, workers), learning_rate, weight_decay, mask)
 
 
@@ -130,7 +133,7 @@ def distributed_lion(
     workers: AxisName | Workers | None,
     average: bool = False, wire: Wire | None = None,
     sync: Schedule | None = None, sync_where: Mask = None,
-    bucket_size: int | None = None,
+    bucket_size: int | None = None, forget: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Distributed Lion: workers send signs; the update is their majority or their average.
 
@@ -155,7 +158,7 @@ def distributed_lion(
       Liu et al., "Communication Efficient Distributed Training with Distributed Lion" (arXiv 2404.00438).
     """
     vote = scale_by_lion_cub(
-        b1, b2, mu_dtype, workers=workers, wire=wire, bucket_size=bucket_size,
+        b1, b2, mu_dtype, forget=forget, workers=workers, wire=wire, bucket_size=bucket_size,
         decision=decide.average() if average else decide.majority(),
     )  # fmt: skip
     return descending(_synced(vote, sync, sync_where, workers), learning_rate, weight_decay, mask)
@@ -167,18 +170,20 @@ def scale_by_lion_cub(
     mu_dtype: DTypeLike | None = None,
     *,
     workers: AxisName | Workers | None,
+    forget: float = 0.0,
     **parts: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Directions of `lion_cub` and `distributed_lion`, where ``optax.scale_by_lion`` stands in a chain.
 
-    ``communicate(momentum=momentum.blend(b1, b2, mu_dtype), workers=workers, **parts)``, so that
-    ``decision=decide.average()`` makes it that of "Avg".
+    ``communicate(momentum=momentum.blend(b1, b2, mu_dtype, forget=forget), workers=workers, **parts)``, so
+    that ``decision=decide.average()`` makes it that of "Avg".
 
     Args:
       b1: as `lion_cub`.
       b2: as `lion_cub`.
       mu_dtype: as `lion_cub`.
       workers: as `lion_cub`.
+      forget: as `lion_cub`.
       **parts: other arguments of `communicate`.
 
     Returns:
@@ -195,7 +200,8 @@ def scale_by_lion_cub(
     References:
       As `lion_cub`.
     """
-    return communicate(workers=workers, momentum=momentum.blend(b1, b2, mu_dtype), **parts)
+    rule = momentum.blend(b1, b2, mu_dtype, forget=forget)
+    return communicate(workers=workers, momentum=rule, **parts)
 
 
 def owner_lion(

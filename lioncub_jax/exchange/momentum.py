@@ -4,13 +4,15 @@ Workers send a blend of their own gradient and their own momentum, so momenta dr
 different data; `sync` averages them at times.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from lioncub_jax.exchange.arguments import check_betas, check_decay, part
+from lioncub_jax.exchange.arguments import check_betas, check_decay, check_number, part
 from lioncub_jax.exchange.means import at_least_float32
 
 __all__ = ["MomentumRule", "blend", "nothing"]
@@ -31,6 +33,7 @@ class MomentumRule:
     """
 
     synchronizes = False  # True of a sync in codes, after which ``mu = u + e``
+    forget = 0.0  # the share of a leaf's mean magnitude below which unfed momentum becomes 0
 
     def init(self, params: optax.Params) -> optax.Params:
         """``mu`` of each parameter before the first step; None for each if nothing is kept."""
@@ -76,6 +79,7 @@ class Blend(MomentumRule):
     b1: ArrayLike
     b2: ArrayLike
     mu_dtype: DTypeLike | None
+    forget: float = dataclasses.field(default=0.0, metadata={"static": True})
 
     def init(self, params: optax.Params) -> optax.Params:
         """Zeros like the parameters; ``ValueError`` for a dtype of theirs that cannot keep ``b2``."""
@@ -92,6 +96,12 @@ class Blend(MomentumRule):
         return _mixed(self.b2, mu, g)
 
 
+def forgotten(share: float, g: jax.Array, mu: jax.Array) -> jax.Array:
+    """``mu``, and 0 where ``g`` is 0 and ``|mu|`` below a share of its mean, of this leaf or shard."""
+    size = jnp.abs(at_least_float32(mu))
+    return jnp.where((g == 0) & (size < share * jnp.mean(size)), 0, mu)
+
+
 def _mixed(b: Any, mu: jax.Array, g: jax.Array) -> jax.Array:
     """``b mu + (1 - b) g``, in float32 at least: in bfloat16 the beta would be rounded with them."""
     with jax.numpy_dtype_promotion("standard"):
@@ -99,18 +109,23 @@ def _mixed(b: Any, mu: jax.Array, g: jax.Array) -> jax.Array:
 
 
 def blend(
-    b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None
-) -> MomentumRule:
+    b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None,
+    *, forget: float = 0.0,
+) -> MomentumRule:  # fmt: skip
     """Lion's rule: ``c = b1 mu + (1 - b1) g`` is sent, ``mu = b2 mu + (1 - b2) g`` is kept.
 
     Args:
       b1: weight of the momentum in the message, in [0, 1).
       b2: decay of the momentum, in [0, 1).
       mu_dtype: dtype of the momentum; None for that of the parameters.
+      forget: of several workers, momentum becomes 0 where a worker's gradient is 0 and the momentum below
+        this share of its leaf's mean magnitude (of a device's shard of the leaf; in two levels of its part
+        of a bucket); 0 for never. Else an embedding row that a worker saw once is voted on until its
+        momentum is no number any more: for 8,307 steps, at the whole rate.
 
     Raises:
-      ValueError: if a beta is outside [0, 1), ``mu_dtype`` is not floating, or momentum in it (in ``init``:
-        in the dtype of the parameters) would not decay by ``b2``.
+      ValueError: if a beta is outside [0, 1), ``forget`` outside [0, 1], ``mu_dtype`` is not floating, or
+        momentum in it (in ``init``: in the dtype of the parameters) would not decay by ``b2``.
 
     Example:
       >>> import lioncub_jax as lc
@@ -120,7 +135,9 @@ def blend(
     """
     check_betas(b1=b1, b2=b2)
     check_decay(b2, mu_dtype)
-    return Blend(b1, b2, mu_dtype)
+    allowed = "give a share from 0, for never, to 1, such as 0.1"
+    check_number(f"forget={forget!r}", forget, lambda x: 0 <= x <= 1, allowed, float)
+    return Blend(b1, b2, mu_dtype, forget)
 
 
 def nothing() -> MomentumRule:

@@ -23,7 +23,7 @@ from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.exchange.layout import BucketLayout, Flat, register_with_flax
 from lioncub_jax.exchange.mapped import on_workers
 from lioncub_jax.exchange.message import BucketStats, Format, message_size
-from lioncub_jax.exchange.momentum import MomentumRule
+from lioncub_jax.exchange.momentum import MomentumRule, forgotten
 from lioncub_jax.exchange.pieces import BucketPlan, WorkerPlan, WorkerState, leaves_of_group
 from lioncub_jax.exchange.quantize import Codec, Quantizer
 from lioncub_jax.exchange.single import run_step
@@ -430,6 +430,10 @@ def take_step(
     result = run_step(exchange, plan, grads, kept, owner_states, abstain)
 
     new, (mu, error) = result.updates, result.state
+    if share := exchange.momentum_rule.forget if plan.num_workers > 1 else 0:
+        here = jnp.all(jnp.array(result.participates, bool))
+        kept_mu = zip(grads, mu, strict=True)
+        mu = [jnp.where(here, forgotten(share, g, x), x) for g, x in kept_mu]
     if group:
         new = leaves_of_group(plan, new)
         state = state._replace(mu=flats(mu, shared), error=flats(error, shared))
