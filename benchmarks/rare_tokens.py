@@ -37,11 +37,11 @@ METHODS: dict[str, tuple[Callable[..., Any], tuple[float, ...]]] = {
     "AdamW": (lambda rate, **on: MEAN(optax.adamw(rate, weight_decay=0.0), **on), (4e-3, 8e-3)),
     "Lion": (lambda rate, **on: MEAN(optax.lion(rate, weight_decay=0.0), **on), (1e-3, 2e-3)),
 } | {
-    f"vote, forget={share:g}": (
+    f"vote, forget={share}": (
         functools.partial(VOTE, weight_decay=0.0, forget=share),
         (1e-3, 2e-3),
     )
-    for share in (0.0, 0.01, 0.1, 1.0)
+    for share in (None, 0.01, 0.1, 1.0)
 }
 
 

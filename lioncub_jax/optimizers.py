@@ -57,7 +57,7 @@ def lion_cub(
     workers: AxisName | Workers | None,
     quantizer: Quantizer | None = None, wire: Wire | None = None,
     sync: Schedule | None = None, sync_where: Mask = None,
-    bucket_size: int | None = None, forget: float = 0.0,
+    bucket_size: int | None = None, forget: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Lion Cub: Lion whose workers vote with 1 or p bits of their own blend of gradient and momentum.
 
@@ -99,7 +99,7 @@ def lion_cub(
       bucket_size: see `communicate`. Whole numbers decide what is compiled: ``optax.inject_hyperparams``
         leaves them alone if its ``static_args`` name them, as ``("workers", "bucket_size")``.
       forget: momentum without gradient becomes 0 below this share of its leaf's mean magnitude, see
-        `momentum.blend`: for embeddings with rare tokens. 0 (default), as in the papers, for never.
+        `momentum.blend`: for embeddings with rare tokens. None (default) for never, as in the papers.
 
     Returns:
       A transform whose ``update`` must run where the workers' axis is bound. It takes gradients that vary
@@ -133,7 +133,7 @@ def distributed_lion(
     workers: AxisName | Workers | None,
     average: bool = False, wire: Wire | None = None,
     sync: Schedule | None = None, sync_where: Mask = None,
-    bucket_size: int | None = None, forget: float = 0.0,
+    bucket_size: int | None = None, forget: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Distributed Lion: workers send signs; the update is their majority or their average.
 
@@ -170,7 +170,7 @@ def scale_by_lion_cub(
     mu_dtype: DTypeLike | None = None,
     *,
     workers: AxisName | Workers | None,
-    forget: float = 0.0,
+    forget: float | None = None,
     **parts: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Directions of `lion_cub` and `distributed_lion`, where ``optax.scale_by_lion`` stands in a chain.

@@ -98,11 +98,11 @@ def test_a_row_that_one_worker_saw_once_is_forgotten_by_several_workers_only():
     txs = {
         f"{make.__name__} {share}": make(1.0, forget=share, **options)
         for make in (lc.lion_cub, lc.distributed_lion)
-        for share in (0.0, 0.1)
+        for share in (None, 0.1)
     }
     done = {name: updates["w"] for name, (updates, _) in run_workers(txs, params, grads).items()}
     for make in ("lion_cub", "distributed_lion"):
-        ever, once = done[f"{make} 0.0"], done[f"{make} 0.1"]
+        ever, once = done[f"{make} None"], done[f"{make} 0.1"]
         assert_equal(ever[:, 128:], once[:, 128:])
         steps = (once[:, :128] != 0).sum(0)
         assert (steps == steps[0]).all() and 10 < steps[0] < 30

@@ -33,7 +33,9 @@ class MomentumRule:
     """
 
     synchronizes = False  # True of a sync in codes, after which ``mu = u + e``
-    forget = 0.0  # the share of a leaf's mean magnitude below which unfed momentum becomes 0
+    forget: float | None = (
+        None  # the share of a leaf's mean magnitude below which unfed momentum becomes 0
+    )
 
     def init(self, params: optax.Params) -> optax.Params:
         """``mu`` of each parameter before the first step; None for each if nothing is kept."""
@@ -79,7 +81,7 @@ class Blend(MomentumRule):
     b1: ArrayLike
     b2: ArrayLike
     mu_dtype: DTypeLike | None
-    forget: float = dataclasses.field(default=0.0, metadata={"static": True})
+    forget: float | None = dataclasses.field(default=None, metadata={"static": True})
 
     def init(self, params: optax.Params) -> optax.Params:
         """Zeros like the parameters; ``ValueError`` for a dtype of theirs that cannot keep ``b2``."""
@@ -110,7 +112,7 @@ def _mixed(b: Any, mu: jax.Array, g: jax.Array) -> jax.Array:
 
 def blend(
     b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None,
-    *, forget: float = 0.0,
+    *, forget: float | None = None,
 ) -> MomentumRule:  # fmt: skip
     """Lion's rule: ``c = b1 mu + (1 - b1) g`` is sent, ``mu = b2 mu + (1 - b2) g`` is kept.
 
@@ -120,11 +122,11 @@ def blend(
       mu_dtype: dtype of the momentum; None for that of the parameters.
       forget: of several workers, momentum becomes 0 where a worker's gradient is 0 and the momentum below
         this share of its leaf's mean magnitude (of a device's shard of the leaf; in two levels of its part
-        of a bucket); 0 for never. Else an embedding row that a worker saw once is voted on until its
+        of a bucket); None for never. Then an embedding row that a worker saw once is voted on until its
         momentum is no number any more: for 8,307 steps, at the whole rate.
 
     Raises:
-      ValueError: if a beta is outside [0, 1), ``forget`` outside [0, 1], ``mu_dtype`` is not floating, or
+      ValueError: if a beta is outside [0, 1), ``forget`` outside (0, 1], ``mu_dtype`` is not floating, or
         momentum in it (in ``init``: in the dtype of the parameters) would not decay by ``b2``.
 
     Example:
@@ -135,8 +137,9 @@ def blend(
     """
     check_betas(b1=b1, b2=b2)
     check_decay(b2, mu_dtype)
-    allowed = "give a share from 0, for never, to 1, such as 0.1"
-    check_number(f"forget={forget!r}", forget, lambda x: 0 <= x <= 1, allowed, float)
+    if forget is not None:
+        allowed = "give a share above 0, at most 1, such as 0.1, or None for never"
+        check_number(f"forget={forget!r}", forget, lambda x: 0 < x <= 1, allowed, float)
     return Blend(b1, b2, mu_dtype, forget)
 
 

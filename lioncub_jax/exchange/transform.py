@@ -430,7 +430,7 @@ def take_step(
     result = run_step(exchange, plan, grads, kept, owner_states, abstain)
 
     new, (mu, error) = result.updates, result.state
-    if share := exchange.momentum_rule.forget if plan.num_workers > 1 else 0:
+    if share := exchange.momentum_rule.forget if plan.num_workers > 1 else None:
         here = jnp.all(jnp.array(result.participates, bool))
         kept_mu = zip(grads, mu, strict=True)
         mu = [jnp.where(here, forgotten(share, g, x), x) for g, x in kept_mu]
