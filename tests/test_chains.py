@@ -179,8 +179,13 @@ REFUSED = [
     ("put a transform that communicates in the chain", lambda w: optax.lion(1e-3)),
     ("workers communicate, and behind it the update .*a psum over", by_own_norm),
     ("ApplyIfFinite is .*not finite abstains by itself", lambda w: optax.apply_if_finite(cub(w), 3)),
-    ("ConditionallyMask is around", lambda w: optax.conditionally_mask(cub(w), jnp.logical_not)),
-    ("ConditionallyTransform is", lambda w: optax.conditionally_transform(cub(w), jnp.logical_not)),
+    ("Mask is around .*behind the exchange", lambda w: optax.conditionally_mask(cub(w), jnp.logical_not)),
+    ("Transform is .*behind the", lambda w: optax.conditionally_transform(cub(w), jnp.logical_not)),
+    ("sam does otherwise.*inside the loss", lambda w: optax.contrib.sam(cub(w), optax.sgd(0.1))),
+    (
+        "the same noise on all workers: clip and add noise inside the loss",
+        lambda w: optax.chain(optax.contrib.differentially_private_aggregate(1.0, 0.1, key=0), cub(w)),
+    ),
     ("Lookahead is .*one tree. Leave it out", lambda w: optax.lookahead(cub(w), 2, 0.5)),
     (r"\.grads\['a'\]\['bias'\] differs .*'worker'", lambda w: tracking(cub(w), Tracked)),
     (

@@ -167,6 +167,35 @@ def test_a_masked_mean_is_that_of_the_whole_batch(accumulate):
     assert abs(step(of_its_own, whole[:2])[1] - wanted) > 0.05 * wanted
 
 
+def test_sam_inside_the_loss_climbs_by_the_rows_of_a_worker_and_private_noise_is_its_own():
+    """As the page has them."""
+    params, given = {"w": normal(6, 2)}, {"jax": jax, "jnp": jnp, "optax": optax}
+    names = given | {"loss": lambda params, x, rng: jnp.mean((x @ params["w"] - 1) ** 2)}
+    for mark in ("run: sam", "run: private"):
+        exec(block("how_to/trainer.md", mark).partition("step = ")[0], names)
+
+    def grads_of(loss, *args):
+        return np.asarray(
+            lc.worker_value_and_grad(loss, workers_on("data=4"))(params, X, *args)[1]["w"]
+        )
+
+    def by_hand(rows):
+        slope = jax.grad(names["loss"])(params, rows, None)["w"]
+        return jax.grad(names["loss"])(
+            {"w": params["w"] + 0.05 * slope / jnp.linalg.norm(slope)}, rows, None
+        )["w"]
+
+    sharp = grads_of(names["sharpness_aware"])
+    np.testing.assert_allclose(sharp, [by_hand(rows) for rows in np.split(X, 4)], rtol=1e-4)
+    noisy = grads_of(names["private"], jax.random.key(0))
+    still = functools.partial(names["clipped_and_noisy"], noise=0.0)
+    clipped = [still(params, rows, jax.random.key(0))[1]["w"] for rows in np.split(X, 4)]
+    assert all(3 * np.linalg.norm(g) <= 3.001 for g in clipped)
+    noise = (noisy - clipped).reshape(4, -1)
+    assert (np.abs(noise) > 0).all() and 0.05 < noise.std() < 0.4
+    assert np.abs(np.corrcoef(noise) - np.eye(4)).max() < 0.9
+
+
 def test_scales_of_fp8_layers_are_overwritten_by_those_of_all_workers():
     """As by flax's own trainer, which is given the rows of all."""
     model = nn.Dense(8, dot_general_cls=nn.fp8_ops.Fp8DirectDotGeneralOp)

@@ -28,19 +28,15 @@ _DECLARED = {
         ("count", "hyperparams", "hyperparams_states"), Holder.ALL
     ),
 }
-_ABSTAINS = (
-    "Leave it out: a worker whose gradient is not finite abstains by itself; and what all workers agree "
-    "on, such as a count of steps, can decide behind the exchange"
-)
 _REFUSED = {  # around an exchange
+    optax.ApplyIfFiniteState: (
+        "in its other branch a worker skips the exchange that the others wait in. Leave it out: a worker "
+        "whose gradient is not finite abstains by itself"
+    ),
     **dict.fromkeys(
-        (
-            optax.ApplyIfFiniteState,
-            optax.ConditionallyMaskState,
-            optax.ConditionallyTransformState,
-        ),
-        "in its other branch a worker keeps its own gradient, or skips the exchange that the others wait "
-        f"in. {_ABSTAINS}",
+        (optax.ConditionallyMaskState, optax.ConditionallyTransformState),
+        "in its other branch a worker keeps a gradient of its own. Put it behind the exchange, around "
+        "optax.identity() or what else is there, where all workers agree on a count of steps",
     ),
     optax.LookaheadState: (
         "it updates pairs of parameters, and workers train one tree. Leave it out, and move the slow "
@@ -98,6 +94,12 @@ def find_holders(state: optax.OptState, *, in_front: bool = False) -> Any:
         name = type(state).__name__.removesuffix("State")
         raise ValueError(
             f"optax's {name} is around a transform in which workers communicate: {_REFUSED[type(state)]}"
+        )
+    if in_front and isinstance(state, optax.contrib.DifferentiallyPrivateAggregateState):
+        raise ValueError(
+            "differentially_private_aggregate takes a gradient for each row, and in front of an exchange "
+            "draws the same noise on all workers: clip and add noise inside the loss, as "
+            "docs/how_to/trainer.md shows"
         )
     declared = _DECLARED.get(type(state), {}) if in_front or last >= 0 else {}
     if hasattr(state, "holders"):

@@ -375,7 +375,8 @@ class _GlobalTransform:
                 raise ValueError(
                     f"the gradient of {path or 'the parameters'} has shape {shape}, of {shape[0]} workers, "
                     f"and on_mesh was given {workers.count}: give one lioncub_jax.Workers to the "
-                    "optimizer, on_mesh and worker_value_and_grad"
+                    "optimizer, on_mesh and worker_value_and_grad. Gradients of single rows are joined "
+                    "inside of the loss, as docs/how_to/trainer.md shows"
                 )
             if shape != right:
                 raise ValueError(
