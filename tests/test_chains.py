@@ -181,7 +181,7 @@ REFUSED = [
     ("ApplyIfFinite is .*not finite abstains by itself", lambda w: optax.apply_if_finite(cub(w), 3)),
     ("Mask is around .*behind the exchange", lambda w: optax.conditionally_mask(cub(w), jnp.logical_not)),
     ("Transform is .*behind the", lambda w: optax.conditionally_transform(cub(w), jnp.logical_not)),
-    ("sam does otherwise.*inside the loss", lambda w: optax.contrib.sam(cub(w), optax.sgd(0.1))),
+    ("sam does otherwise.*into the loss", lambda w: optax.contrib.sam(cub(w), optax.sgd(0.1))),
     (
         "the same noise on all workers: clip and add noise inside the loss",
         lambda w: optax.chain(optax.contrib.differentially_private_aggregate(1.0, 0.1, key=0), cub(w)),

@@ -257,7 +257,7 @@ def refused_functions(tx: optax.GradientTransformation) -> dict[str, partial[Any
             f"a transform of the optimizer asks for {name}, a function of the parameters, as line "
             "searches, lbfgs, sophia and sam do, or steps by one worker's gradient in front of the "
             "exchange, as sam does otherwise: workers have rows of their own, so each would take another "
-            "step. Leave it out, and give sam inside the loss, as docs/how_to/trainer.md shows; of the loss "
+            "step. Leave it out, and put sam into the loss, as docs/how_to/trainer.md shows; of the loss "
             "only its mean over the workers is given, value, as optax.contrib.reduce_on_plateau asks for"
         )
 
