@@ -68,7 +68,7 @@ def made() -> dict[Path, str]:
 
 
 def packaged() -> dict[str, Any]:
-    """The content of the packaged evidence: all methods, but not the runs that look for a reason."""
+    """All methods, but not the runs that look for a reason."""
     return evidence.evidence([row for row in read() if row["contender"] not in contenders.REASONS])
 
 

@@ -37,13 +37,13 @@ def compared(rate: str) -> Iterator[dict[str, Any]]:
     """A row for each method."""
     measured = probed(rate)
     at = planner.Cluster(WORKERS, planner.Link(math.inf, kind="exact"), measured=measured)
-    plan = planner.plan(curves.shapes(), at, measured.compute, tokens=TOKENS)
+    plan = planner.plan(curves.size(), at, measured.compute, tokens=TOKENS)
     for row in lab.timed(lab.entries(METHODS, TOKENS), "jax", rate, WORKERS):
         name = row["contender"]
-        overlap = plan.corners()[0][1] * (name == "adamw")
+        overlap = measured.overlap * (name == "adamw")
         yield {
             "rate": rate, "workers": WORKERS, "method": name,
-            "predicted": plan.rows[name].estimate.step(plan.compute, 1.0, overlap),
+            "predicted": plan.rows[name].step(plan.compute, 1.0, overlap),
             "seconds": row["seconds"],
         }  # fmt: skip
 

@@ -7,6 +7,7 @@ rows.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from lioncub_jax.tools import plan as planner
-from lioncub_jax.tools.plan import evidence, report
+from lioncub_jax.tools.plan import evidence, verdict
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 NAME = "time_to_loss.png"
@@ -47,14 +48,13 @@ def numbers_in(path: Path) -> Any:
 
 NETWORKS = np.geomspace(0.05, 100, 60)
 MOST = 130  # times that of a network without cost
-ALONE = 1.0, 0.0  # a link that reaches its rate, and nothing overlaps
 APART = 1.3  # labels, at least, as a ratio of times
 LINES = {"float32 AdamW": "0.45", "best of others": "C1", "owner_adamw": "C0", "lion_cub": "C2"}
 
 
 def by_network() -> dict[str, Any]:
     """Times over that of the better optimizer in float32 without a network."""
-    cells = [cell for cell in evidence.packaged().cells if cell.data == "alike"]
+    cells = [cell for cell in evidence.packaged() if cell.data == "alike"]
     panels = {}
     for tokens in sorted({cell.tokens for cell in cells}):
         workers = max(
@@ -62,7 +62,7 @@ def by_network() -> dict[str, Any]:
         )
         at = [cluster_at(x, workers) for x in NETWORKS]
         plans = [planner.plan(SIZE, cluster, 1.0, tokens=tokens) for cluster in at]
-        means = [plan.verdict() in (report.HIDES, report.USE_MEAN) for plan in plans]
+        means = [plan.answer()[0] in (verdict.HIDES, verdict.USE_MEAN) for plan in plans]
         title = f"{tokens:,} tokens a worker\nand step, {workers} workers"
         panels[title] = {"lines": lines(plans), "mean until": NETWORKS[means.index(False)]}
     return panels
@@ -70,14 +70,17 @@ def by_network() -> dict[str, Any]:
 
 def lines(plans: list[planner.Plan]) -> dict[str, list[float]]:
     """Times of AdamW by a float32 mean, of whichever other method is best, and of two of ours."""
-    free = min(plans[0].rows[name].ratio() for name in ("lion", "adamw"))
+    free = min(plans[0].rows[name].ratio for name in ("lion", "adamw"))
     drawn: dict[str, list[float]] = {title: [] for title in LINES}
     for plan in plans:
-        times, others = plan.times(corner=ALONE), plan.times("other", corner=ALONE)
-        best = {
-            "float32 AdamW": times["adamw"],
-            "best of others": next(iter(others.values()), None),
+        # Over links that reach their rate, and nothing overlaps.
+        times = {
+            name: row.ratio * float(row.step(plan.compute))
+            for name, row in plan.rows.items()
+            if row.ratio < math.inf
         }
+        others = [time for name, time in times.items() if plan.rows[name].scheme.kind == "other"]
+        best = {"float32 AdamW": times["adamw"], "best of others": min(others, default=None)}
         best |= {"owner_adamw": times.get("owner-adamw"), "lion_cub": times.get("vote")}
         for title, time in best.items():
             drawn[title] += [time / free] if time else []

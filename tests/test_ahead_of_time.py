@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import ahead_of_time
+import jax
 import pytest
 from aot import machines, programs
 from conftest import mesh_on, run_python
@@ -17,7 +18,7 @@ RESULTS = Path(ahead_of_time.__file__).parent / "results" / "ahead_of_time.jsonl
 @pytest.mark.parametrize("name", machines.MACHINES)
 def test_machines_are_the_planners_and_committed_rows_send_what_it_says(name):
     """Each device a worker; where the planner's worker is a node only the devices agree."""
-    one, devices = planner.cluster_named(name).cluster, machines.MACHINES[name].devices
+    one, devices = planner.CLUSTERS[name], machines.MACHINES[name].devices
     assert one.num_workers * one.group_size == devices
     sent = {
         row["method"]: row.get("predicted_bytes")
@@ -26,8 +27,9 @@ def test_machines_are_the_planners_and_committed_rows_send_what_it_says(name):
     }
     if one.group_size > 1:
         one = planner.Cluster(devices, one.link)
-    vote, params = planner.scheme_named("vote"), programs.MODELS["matrix"]().params
-    sends = planner.step_time(vote, params, one).sent_bytes  # without padding to whole blocks
+    vote, params = planner.SCHEMES["vote"], programs.MODELS["matrix"]().params
+    size = sum(x.size for x in jax.tree.leaves(params))
+    sends = planner.step_time(vote, size, one).sent_bytes  # without padding to whole blocks
     assert sends == pytest.approx(sent["vote, 1 bit"], rel=0.01)
 
 

@@ -170,8 +170,7 @@ def test_a_kernel_without_a_part_is_told_which(kind, clean, monkeypatch, tmp_pat
 
 SEES = """
 import os, socket
-names = '''JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID MASTER_ADDR MASTER_PORT RANK WORLD_SIZE
-LOCAL_RANK GLOO_SOCKET_IFNAME http_proxy'''
+names = "MASTER_ADDR MASTER_PORT RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GLOO_SOCKET_IFNAME http_proxy"
 control = open('/proc/sys/net/ipv4/tcp_congestion_control').read().strip()
 last = f"worker{int(os.environ['WORLD_SIZE']) - 1}"
 print(socket.gethostname(), socket.gethostbyname(last), *map(os.environ.get, names.split()))
@@ -191,7 +190,7 @@ def test_workers_find_each_other_and_have_a_share_of_the_cores(run, monkeypatch)
     }.items():
         _, lines = run(lab.Network(n, rate=1e8), [*PYTHON, SEES], environment=own)
         for i in range(n):
-            place = f"10.77.0.1:1234 {n} {i} 10.77.0.1 99 {i} {n} {i} eth0 None"
+            place = f"10.77.0.1 99 {i} {n} {i} {n} eth0 None"
             assert [line for line in lines if line.startswith(f"{i} | ")] == [
                 f"{i} | worker{i} 10.77.0.{n} {place}",
                 f"{i} | {shares[i]} True",
@@ -246,7 +245,8 @@ def test_links_are_no_faster_than_their_rate_and_ports_are_free_inside(run):
 
 SUM = """
 import jax, jax.numpy as jnp, numpy as np
-jax.distributed.initialize()
+import lioncub_jax as lc
+lc.mesh.join()
 from jax.sharding import AxisType, PartitionSpec as P
 mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
@@ -260,7 +260,7 @@ jax.distributed.shutdown()
 """
 
 
-def test_jax_finds_its_place_without_arguments_and_its_sum_costs_what_it_should(run):
+def test_join_finds_its_place_without_arguments_and_its_sum_costs_what_it_should(run):
     environment = {"JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
     environment |= {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
     command = [sys.executable, "-c", SUM]

@@ -4,6 +4,7 @@ One number stands for a network: the time of a float32 mean of gradients over th
 There is no latency and no packing in it, and the model is a number of parameters.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Collection
@@ -12,15 +13,16 @@ from typing import Any, NamedTuple
 import report
 
 from lioncub_jax.tools.plan import evidence
-from lioncub_jax.tools.plan.evidence import DATA, LONG_RUN
-from lioncub_jax.tools.plan.methods import FLOAT32, scheme_named
-from lioncub_jax.tools.plan.model import EXACT, Cluster, Link, step_time
-from lioncub_jax.tools.plan.report import MEASURE, NOT_MEASURED, Plan, plan
+from lioncub_jax.tools.plan.evidence import DATA
+from lioncub_jax.tools.plan.methods import SCHEMES
+from lioncub_jax.tools.plan.model import Cluster, Link, Row, step_time
+from lioncub_jax.tools.plan.verdict import MEASURE, Plan, plan
 
 NETWORKS = (0.1, 1, 10, 100)
 TOKENS = (32, 256, 2048)  # that a worker sees in a step
 WORKERS = 8  # or the nearest that was measured
 SIZE = 10_000_000  # parameters
+LONG_RUN = 1000  # steps; in shorter ones the order of methods was another
 
 
 class Use(NamedTuple):
@@ -43,13 +45,9 @@ class Use(NamedTuple):
     def networks(self) -> list[float]:
         return sorted({network for _, network in self.plans})
 
-    def method(self) -> str:
-        """Names the scheme to use."""
-        return next(iter(self.plans.values())).use()
-
-    def verdict(self) -> str:
-        """Returns what is advised."""
-        return next(iter(self.plans.values())).verdict()
+    def answer(self) -> tuple[str, Row | None]:
+        """Returns the verdict, and the method to use."""
+        return next(iter(self.plans.values())).answer()
 
 
 def cluster_at(network: float, workers: int) -> Cluster:
@@ -63,8 +61,9 @@ def cluster_at(network: float, workers: int) -> Cluster:
       >>> cluster_at(10, 8).num_workers
       8
     """
-    free = Cluster(workers, Link(math.inf, 0.0, EXACT), memory_bandwidth=math.inf)
-    return free.at(step_time(FLOAT32, SIZE, free).link_bits / network)
+    at = Cluster(workers, Link(1.0, 0.0, "exact"), memory_bandwidth=math.inf)
+    rate = step_time(SCHEMES["lion"], SIZE, at).link_seconds / network
+    return dataclasses.replace(at, link=Link(rate, 0.0, "exact"))
 
 
 def what_to_use() -> list[Use]:
@@ -78,19 +77,20 @@ def what_to_use() -> list[Use]:
     for data, tokens in itertools.product(DATA, TOKENS):
         same: dict[Any, dict[tuple[int, float], Plan]] = {}
         for network, one in _by_network(data, tokens).items():
-            same.setdefault((one.verdict(), one.use()), {})[tokens, network] = one
-        for (verdict, method), plans in same.items():
+            verdict, row = one.answer()
+            same.setdefault((verdict, row and row.scheme), {})[tokens, network] = one
+        for (verdict, scheme), plans in same.items():
             # An all-reduce, or nothing, may be the answer for several numbers of tokens.
-            joins = method == NOT_MEASURED or scheme_named(method).kind == "mean"
+            joins = not scheme or scheme.kind == "mean"
             networks = tuple(network for _, network in plans)
-            key = data, networks, verdict, method, None if joins else tokens
+            key = data, networks, verdict, scheme, None if joins else tokens
             lines.setdefault(key, Use(data, {})).plans.update(plans)
     return list(lines.values())
 
 
 def _by_network(data: str, tokens: int) -> dict[float, Plan]:
     """Plans of 8 workers, or of the nearest number that was measured; none where nobody measured."""
-    cells = [one for one in evidence.packaged().cells if (one.tokens, one.data) == (tokens, data)]
+    cells = [one for one in evidence.packaged() if (one.tokens, one.data) == (tokens, data)]
     if not cells:
         return {}
     workers = min((one.num_workers for one in cells), key=lambda n: abs(math.log(n / WORKERS)))
@@ -109,8 +109,7 @@ def what_to_use_text() -> str:
     Returns:
       Lines of Markdown. Numbers that differ in a line are shown as the least to the most.
     """
-    known = evidence.packaged()
-    study, cell = known.study, known.cells[0]
+    cell = evidence.packaged()[0]
     head = (
         "network", "tokens", "data", "runs", "use", "bits", "cost", "as fast", "rate", "decay", "betas",
     )  # fmt: skip
@@ -122,14 +121,14 @@ def what_to_use_text() -> str:
         "* *tokens*: what one worker sees in a step. *bits*: what it sends in a step for each parameter.\n"
         "* *runs*: the steps of the longest runs of this method. In longer runs the order of methods may "
         "be another one.\n"
-        "* *cost*: the tokens to the loss, divided by those of float32 AdamW. Micro-steps that did not run "
-        "with a method are taken to cost it the most that they cost any, and so are longer runs.\n"
+        "* *cost*: the tokens to the loss, divided by those of float32 AdamW. Longer runs that a method "
+        "has not are taken to cost it the most that they cost any.\n"
         "* *as fast*: how many times as fast as the best all-reduce of gradients it reaches the loss. The "
         "least is over one that overlaps fully with computing. The most is over one that does not "
         "overlap. Both have two standard errors of the cost.\n"
         "* *rate* and *decay*: divided by those of float32 AdamW. Multiply those of the AdamW that you "
         "have, and tune. These ratios and *betas* were best in these runs.\n\n"
-        f"Measured with a {study['model']} of {cell.parameters:,} parameters, not on a GPU. "
+        f"Measured with a byte GPT of {cell.parameters:,} parameters, not on a GPU. "
         f"{_runs(rows)}{_not_measured(rows)}\n"
     )
 
@@ -139,8 +138,8 @@ def _runs(rows: list[Use]) -> str:
     settings: dict[str, set[int]] = {}
     for row in rows:
         for (tokens, _), one in row.plans.items():
-            if row.method() != NOT_MEASURED:
-                cell, how = one.nearest.cell, one.rows[row.method()].learned
+            if named := one.answer()[1]:
+                cell, how = one.nearest.cell, named.learned
                 assert how
                 where = f"{tokens:,} tokens, {row.data}: {cell.num_workers} workers"
                 settings.setdefault(where, set()).add(how.runs)
@@ -161,24 +160,25 @@ def _not_measured(rows: list[Use]) -> str:
 def _cells(row: Use) -> list[str]:
     tokens = ", ".join(f"{n:,}" for n in row.tokens)
     networks = _from_to(row.networks, "g")
-    if row.method() == NOT_MEASURED:
-        return [networks, tokens, row.data, "", row.verdict(), *[""] * 6]
+    verdict, first_named = row.answer()
+    if not first_named:
+        return [networks, tokens, row.data, "", verdict, *[""] * 6]
     plans = list(row.plans.values())
-    named = [one.rows[row.method()] for one in plans]
-    how = named[0].learned
+    named = [one.rows[first_named.scheme.name] for one in plans]
+    how = first_named.learned
     assert how
-    ranges = [one.range_over_means(row.method()) for one in plans]
-    bits = [8 * one.estimate.sent_bytes / SIZE / one.accumulate for one in named]
-    first = "measure first: " if row.verdict() == MEASURE else ""
+    ranges = [one.faster(method) for one, method in zip(plans, named, strict=True)]
+    bits = [8 * one.sent_bytes / SIZE for one in named]
+    first = "measure first: " if verdict == MEASURE else ""
     fast = f"{min(low for low, _ in ranges):.2g} to {max(high for _, high in ranges):.2g}"
     return [
         networks,
         tokens,
         row.data,
         _lengths(plans),
-        f"{first}`{named[0].code}`",
+        f"{first}`{named[0].scheme.code}`",
         _from_to(bits, ".3g"),
-        f"{how.ratio:.2g}",
+        f"{first_named.ratio:.2g}",
         "1" if named[0].scheme.kind == "mean" else fast,
         f"{how.rate_over_adamw:.2g}",
         f"{how.decay_over_adamw:.2g}",
@@ -188,7 +188,7 @@ def _cells(row: Use) -> list[str]:
 
 def _lengths(plans: list[Plan]) -> str:
     """Steps of the runs of the methods that plans name."""
-    rows = [plan.rows[plan.use()] for plan in plans if plan.use() != NOT_MEASURED]
+    rows = [row for plan in plans if (row := plan.answer()[1])]
     steps = {row.learned.steps for row in rows if row.learned}
     return f"{'only ' * (max(steps) < LONG_RUN)}{_from_to(steps, ',')}" if steps else ""
 
@@ -212,16 +212,16 @@ def answer_text() -> str:
 
 
 def _answer(plan: Plan) -> str:
-    if plan.use() == NOT_MEASURED:
-        return plan.verdict()
-    row = plan.rows[plan.use()]
-    scheme, code = row.scheme, f"`{row.code}`"
+    verdict, row = plan.answer()
+    if not row:
+        return verdict
+    scheme, code = row.scheme, f"`{row.scheme.code}`"
     if scheme.kind == "mean":
         return f"an all-reduce{' in bfloat16' if scheme.learns != scheme.name else ''}"
-    low, high = plan.range_over_means(plan.use())
-    first = "measure first: " if plan.verdict() == MEASURE else ""
+    low, high = plan.faster(row)
+    first = "measure first: " if verdict == MEASURE else ""
     if scheme.every > 1:  # the outer optimizer says it
-        outer = row.code.partition("(..., ")[2].partition(", local_steps")[0]
+        outer = scheme.code.partition("(..., ")[2].partition(", local_steps")[0]
         code = f"`{outer}` with {scheme.every} local steps"
     return f"{first}{code}, {low:.2g} to {high:.2g}"
 

@@ -92,6 +92,11 @@ def shapes(width: int = WIDTH) -> Any:
     return jax.eval_shape(functional(partial(model_of, width=width))[0], jax.random.key(0))
 
 
+def size(width: int = WIDTH) -> int:
+    """The number of parameters."""
+    return sum(x.size for x in jax.tree.leaves(shapes(width)))
+
+
 def drawn(
     text: jax.Array, key: jax.Array, t: Any, workers: int, count: int, split: bool
 ) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The results of all rows, as the packaged `lioncub_jax/tools/plan/evidence.json` has it.
+"""The results of all rows, of which `lioncub_jax/tools/plan/evidence.json` has what the planner reads.
 
 Of every cell of noise, workers and data, by curves of the validation loss, averaged over seeds, with a
 running minimum:
@@ -29,8 +29,6 @@ from goal import curves
 from goal.contenders import GONE, Hyper
 from goal.model import STEPS
 from goal.settings import BASE, Cells, Key, cells_of, last, piece_at, reading, usual
-from lioncub_jax.tools.plan import parameters_in
-from lioncub_jax.tools.plan.evidence import VERSION
 
 TARGETS = (
     0.6,
@@ -42,6 +40,7 @@ RANKED = TARGETS.index(TARGET)
 ONE_RUN = 0.1  # relative standard error of steps that one run was seen to take
 Curve = list[tuple[float, float]]  # steps and the least loss so far
 BASELINES = "lion", "adamw"
+TUNED = "rate_over_adamw", "b1", "b2", "decay_over_adamw"
 # Without all of them a cell has no answer: of short runs, and of longer ones and other sizes.
 COMPARED = {
     True: (*BASELINES, "vote", "owner-adamw", "powersgd-16"),
@@ -51,7 +50,7 @@ DIGITS = 4
 
 
 def evidence(rows: Rows) -> dict[str, Any]:
-    """The content of the packaged file.
+    """All cells and times.
 
     Raises:
       ValueError: for rows of no cell in which all ran that are compared.
@@ -65,8 +64,6 @@ def evidence(rows: Rows) -> dict[str, Any]:
     if not compared:
         raise ValueError(f"no cell in which {', '.join(COMPARED[True])} ran: run them first")
     return {
-        "version": VERSION,
-        "study": {"model": "byte GPT", "dataset": "Python's standard library"},
         "cells": compared,
         "times": times_of(rows),
     }
@@ -90,7 +87,7 @@ def cell_of(key: Key, cells: Cells) -> dict[str, Any]:
             how["to_loss"] = to_loss
     return {
         "tokens": key.tokens, "workers": key.workers, "data": key.data, "steps": steps,
-        "parameters": parameters_in(curves.shapes(key.width)), "better": better,
+        "parameters": curves.size(key.width), "better": better,
         "loss": dict(zip(map(str, TARGETS), map(rounded, targets), strict=True)),
         "methods": methods,
     }  # fmt: skip
@@ -100,7 +97,7 @@ def by_line(name: str, cells: Cells, key: Key) -> dict[str, Any]:
     """Tokens over AdamW's to the same loss; no ratio for a line that does not come there."""
     read, runs = reading(name, cells, key), len(cells[key].rows[name])
     if read is None:
-        return {"ratio": None, "error": None, "runs": runs}
+        return {"ratio": None, "error": 0.0, "runs": runs}
     error = ONE_RUN * read.ratio if read.error is None else read.error / 2  # of a 95 % interval
     if name == BASE:
         error = 0.0
@@ -111,7 +108,7 @@ def by_steps(how: dict[str, Any], base: dict[str, Any]) -> dict[str, Any] | None
     """Steps to the target over AdamW's; None for what is not measured."""
     steps, runs = how["steps"][RANKED], how["runs"][RANKED]
     if not runs or not steps:
-        return {"ratio": None, "error": None, "runs": runs} if runs else None
+        return {"ratio": None, "error": 0.0, "runs": runs} if runs else None
     ratio = steps / base["steps"][RANKED]
     error = ratio * math.hypot(relative(how), relative(base)) if how is not base else 0.0
     return {"ratio": rounded(ratio), "error": rounded(error), "runs": runs}
@@ -227,17 +224,16 @@ def rounded(x: float | None) -> float | None:
 
 
 def text_of(result: dict[str, Any]) -> str:
-    """JSON with a line for each method of a cell and each time, so that what changes shows."""
-    head = {name: result[name] for name in ("version", "study")}
-    cells = ",\n".join(cell_text(cell) for cell in result["cells"])
-    times = ",\n".join(f"  {json.dumps(time)}" for time in result["times"])
-    start = json.dumps(head, indent=1).removesuffix("}").rstrip()
-    return f'{start},\n "cells": [\n{cells}\n ],\n "times": [\n{times}\n ]\n}}\n'
+    """What the planner reads, as JSON with a line for each method of a cell, so that what changes shows."""
+    return "[\n" + ",\n".join(cell_text(cell) for cell in result["cells"]) + "\n]\n"
 
 
 def cell_text(cell: dict[str, Any]) -> str:
-    head = json.dumps({k: v for k, v in cell.items() if k != "methods"}).removesuffix("}")
+    head = {field: cell[field] for field in ("tokens", "data", "steps", "parameters")}
+    head = json.dumps(head | {"num_workers": cell["workers"]}).removesuffix("}")
     methods = ",\n".join(
-        f"   {json.dumps(name)}: {json.dumps(of)}" for name, of in cell["methods"].items()
+        f"  {json.dumps(name)}: {json.dumps(how['to_loss'] | {x: how[x] for x in TUNED})}"
+        for name, how in cell["methods"].items()
+        if "to_loss" in how
     )
-    return f'  {head}, "methods": {{\n{methods}}}}}'
+    return f' {head}, "methods": {{\n{methods}}}}}'

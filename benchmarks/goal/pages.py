@@ -27,9 +27,8 @@ from goal.evidence import BASELINES, RANKED
 from goal.lab import NOTHING, TORCH, UNSHAPED, WORKERS
 from goal.model import STEPS
 from lioncub_jax.audit import units
+from lioncub_jax.tools import cli
 from lioncub_jax.tools import plan as planner
-from lioncub_jax.tools.cli import main as cli
-from lioncub_jax.tools.plan import parameters_in
 
 ROOT = Path(__file__).parents[2]
 WITHOUT = "nobody"  # the first where no method gets there
@@ -81,7 +80,7 @@ class Cell(NamedTuple):
 
 
 def cells(packaged: dict[str, Any]) -> list[Cell]:
-    """Those of the lab that were timed, from what the packaged file holds."""
+    """Those of the lab that were timed, from the sums of all rows."""
     timed: dict[tuple[int, str], dict[tuple[str, str], float]] = defaultdict(dict)
     for one in packaged["times"]:
         timed[one["tokens"], one["network"]][one["method"], one["stage"]] = one["seconds"]
@@ -122,12 +121,14 @@ def speedup(times: dict[str, float]) -> tuple[str, str, float | None]:
 
 def advised(cell: Cell) -> tuple[str, float]:
     """Whom the planner names in a cell of the lab, and its measured time over that of the first."""
-    known = {scheme.learns for scheme in planner.SCHEMES}  # PyTorch's are not the planner's to name
+    # PyTorch's are not the planner's to name.
+    known = {scheme.learns for scheme in planner.SCHEMES.values()}
     took = {name: x for name, x in cell.times().items() if name in known}
     rate = LOOPBACK if cell.network == UNSHAPED else units.rate(cell.network)
     at = planner.Cluster(WORKERS, planner.Link(rate, LATENCY), on_cpu=True)
-    plan = planner.plan(curves.shapes(), at, cell.seconds[NOTHING, ""], tokens=cell.tokens)
-    name = plan.rows[plan.use()].scheme.learns
+    plan = planner.plan(curves.size(), at, cell.seconds[NOTHING, ""], tokens=cell.tokens)
+    _, row = plan.answer()
+    name = row.scheme.learns if row else WITHOUT
     return name, rounded(took.get(name, math.inf) / min(took.values()))
 
 
@@ -166,8 +167,8 @@ def printed(at: re.Match[str]) -> str:
     """A command of the planner, and what it prints, in lines that fit a page."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        cli(shlex.split(at[2]))
-    lines = [textwrap.fill(line, 108) for line in out.getvalue().splitlines()]
+        cli.main(shlex.split(at[2]))
+    lines = [textwrap.fill(line, 108) for line in out.getvalue().rstrip().splitlines()]
     return f"{at[1]}{at[2]}\n{chr(10).join(lines)}\n```"
 
 
@@ -183,7 +184,7 @@ def bits(name: str, workers: int) -> float:
         whole += WARM * (most - whole)
     if one.syncs_every:
         whole += (most - whole) / one.syncs_every
-    return 8 * whole / parameters_in(curves.shapes()) / one.local_steps / one.accumulate
+    return 8 * whole / curves.size() / one.local_steps / one.accumulate
 
 
 def seconds(timed: list[Cell]) -> str:

@@ -17,7 +17,7 @@ from report import Rows
 
 from lioncub_jax.audit import units
 from lioncub_jax.tools import plan as planner
-from lioncub_jax.tools.plan.model import SHARES, Estimate
+from lioncub_jax.tools.plan.model import SHARES, Row
 
 RESULTS = Path(__file__).parents[1] / "results"
 ROWS, MEASURED = RESULTS / "published_times.jsonl", RESULTS / "measured.jsonl"
@@ -29,18 +29,19 @@ def rows() -> Rows:
     return report.read(ROWS)
 
 
-def estimate(row: dict[str, Any]) -> tuple[Estimate, planner.Link]:
+def estimate(row: dict[str, Any]) -> tuple[Row, planner.Link]:
     """The exchange of a row, and the link of its workers."""
     link = planner.Link(row["rate"], kind=row["kind"])
-    scheme = planner.FLOAT32._replace(mean=row["bits"])
+    scheme = planner.SCHEMES["lion"]._replace(mean=row["bits"])
     return planner.step_time(scheme, row["parameters"], planner.Cluster(row["workers"], link)), link
 
 
 def predicted(row: dict[str, Any], share: float | None = None) -> float:
     """Seconds of a step, by the middle of what the planner takes; or by a share of the rate."""
     exchange, link = estimate(row)
-    middle = math.prod(link.shares()) ** 0.5
-    return exchange.step(row["compute"], share or middle, row["overlaps"] / 2)
+    known = link.shares()
+    middle = math.sqrt(min(known) * max(known))
+    return float(exchange.step(row["compute"], share or middle, row["overlaps"] / 2))
 
 
 def by_nominal(row: dict[str, Any]) -> float:
@@ -57,19 +58,25 @@ def shares_of_others(row: dict[str, Any]) -> list[float]:
     """A share for each other source of such links: what its means without overlap imply, or its own."""
     known = defaultdict(list)
     _, link = estimate(row)
-    for share in SHARES:
-        if share in link.known_shares() and source_of(share) != ASSUMED:
+    for share in known_of(link):
+        if source_of(share) != ASSUMED:
             known[source_of(share)].append(share["share"])
     for other in rows():
         exchange, its = estimate(other)
-        if other["counted"] and not other["overlaps"] and its.known_shares() == link.known_shares():
+        if other["counted"] and not other["overlaps"] and known_of(its) == known_of(link):
             takes = other["seconds"] - other["compute"] - exchange.fixed
-            known[source_of(other)].append(min(exchange.link_bits / its.bandwidth / takes, 1.0))
+            known[source_of(other)].append(min(exchange.link_seconds / takes, 1.0))
     return [
         statistics.geometric_mean(some)
         for source, some in known.items()
         if source != source_of(row)
     ]
+
+
+def known_of(link: planner.Link) -> list[dict[str, Any]]:
+    """The published shares of such links, with their sources."""
+    limits = SHARES[link.kind]
+    return next(x["known"] for x in limits if link.bandwidth <= (x["up_to"] or math.inf))
 
 
 def source_of(row: dict[str, Any]) -> str:
@@ -90,9 +97,10 @@ def factors(some: Rows) -> tuple[float, float]:
 def shares() -> str:
     """The shares of nominal rates, by kind of network."""
     lines = []
-    for row in SHARES:
-        limit = units.rate_text(row["up_to"]) if row["up_to"] else ""
-        lines.append([row["kind"], limit, f"{row['share']:.0%}", row["source"]])
+    for kind, limits in SHARES.items():
+        for one in limits:
+            limit = units.rate_text(one["up_to"]) if one["up_to"] else ""
+            lines += [[kind, limit, f"{x['share']:.0%}", x["source"]] for x in one["known"]]
     return report.markdown(["network", "up to", "share", "source"], lines)
 
 

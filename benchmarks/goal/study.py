@@ -15,11 +15,10 @@ from report import Rows
 
 from goal import lengths, pages
 from goal.contenders import OUTERS, REASONS
-from goal.curves import hyper_of, shapes
+from goal.curves import hyper_of, size
 from goal.lengths import TOKENS, WORKERS
 from goal.model import STEPS, WIDTH
 from goal.settings import BASE, Cell, Key, cells_of, last, reading
-from lioncub_jax.tools.plan import parameters_in
 
 GOAL = 0.03  # bits per byte behind float32 Lion, of the vote
 
@@ -168,7 +167,7 @@ class Study:
         """The cells of 1,024 steps by the number of parameters."""
         alike = NOISY._replace(width=0)
         return {
-            parameters_in(shapes(key.width)): cell
+            size(key.width): cell
             for key, cell in self.cells.items()
             if key._replace(width=0) == alike
         }

@@ -113,7 +113,7 @@ def run(
 ) -> Report:
     """Runs a command once for every worker, each in a network namespace of its own.
 
-    Workers find each other by ``jax.distributed.initialize()`` without arguments, by torch's
+    Workers find each other by `lioncub_jax.mesh.join` without arguments, by torch's
     ``env://``, or by their names ``worker0``, ``worker1``, ... Ctrl-C and SIGTERM, where this is
     called from the main thread, end the workers and then the run.
 
@@ -155,7 +155,7 @@ def run(
                 "name": f"worker{i}",
                 "address": str(SUBNET[i + 1]),
                 "cores": cores,
-                "environment": wiring(f"{SUBNET[1]}:{PORT}", num_workers, i, "eth0") | own,
+                "environment": wiring(num_workers, i) | own,
             }
             for i, cores in enumerate(_cores(num_workers))
         ],
@@ -296,23 +296,15 @@ def _cores(num_workers: int) -> list[list[int]]:
     return [cores[i * share % len(cores) :][:share] for i in range(num_workers)]
 
 
-def wiring(coordinator: str, num_workers: int, index: int, interface: str) -> dict[str, str]:
-    """The variables by which jax and torch find their place, and the ``host:port`` of worker 0."""
-    (first, port), world, rank = coordinator.split(":"), str(num_workers), str(index)
+def wiring(num_workers: int, index: int) -> dict[str, str]:
+    """The variables of torchrun, by which `lioncub_jax.mesh.join` and torch find their place."""
+    world, rank = str(num_workers), str(index)
     return {
-        "JAX_COORDINATOR_ADDRESS": coordinator,
-        "JAX_COORDINATOR_BIND_ADDRESS": coordinator,  # and not on all interfaces, as by default
-        "JAX_NUM_PROCESSES": world,
-        "JAX_PROCESS_ID": rank,
-        # jax reads the address above but no count and no rank: those it takes from Open MPI's.
-        "OMPI_MCA_orte_hnp_uri": f"1.0;tcp://{first}:1",
-        "OMPI_COMM_WORLD_SIZE": world,
-        "OMPI_COMM_WORLD_RANK": rank,
-        "OMPI_COMM_WORLD_LOCAL_RANK": rank,
-        "MASTER_ADDR": first,
-        "MASTER_PORT": port,
+        "MASTER_ADDR": str(SUBNET[1]),
+        "MASTER_PORT": str(PORT),
         "WORLD_SIZE": world,
         "RANK": rank,
+        "LOCAL_WORLD_SIZE": world,  # of one machine, whose GPUs they share
         "LOCAL_RANK": rank,
-        "GLOO_SOCKET_IFNAME": interface,
+        "GLOO_SOCKET_IFNAME": "eth0",
     }

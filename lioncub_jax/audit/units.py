@@ -5,6 +5,7 @@ Prefixes are decimal, as networks count: 1 kbit is 1000 bits. Letters may be sma
 people write it for both.
 """
 
+import argparse
 import re
 
 PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -29,6 +30,10 @@ LARGEST = 1e15  # beyond it are typing errors, and from 2**53 on a float has no 
 _QUANTITY = re.compile(
     r"\s*([+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-z%]*?)(?:/s)?\s*", re.IGNORECASE
 )
+
+
+class NotRead(ValueError, argparse.ArgumentTypeError):
+    """What is no quantity; argparse shows its words."""
 
 
 def rate(text: str) -> float:
@@ -89,24 +94,22 @@ def count(text: str) -> int:
     """
     number = _read("number", text.replace("_", ""), COUNTS, "434816, 1.3M or 7B")
     if number != int(number):
-        raise ValueError(f"number {text!r}: give a whole number, such as 434816, 1.3M or 7B")
+        raise NotRead(f"number {text!r}: give a whole number, such as 434816, 1.3M or 7B")
     return int(number)
 
 
 def _read(kind: str, text: str, units: dict[str, float], examples: str) -> float:
     match = _QUANTITY.fullmatch(text)
     if not match or ("/" in text and units is not RATES):
-        raise ValueError(f"{kind} {text!r}: give a number and a unit, such as {examples}")
+        raise NotRead(f"{kind} {text!r}: give a number and a unit, such as {examples}")
     short = SHORT_RATES if units is RATES else {}
     scale = short.get(match[2], units.get(match[2].lower()))
     if scale is None:
         known = ", ".join(name for name in units if name)
-        raise ValueError(
-            f"{kind} {text!r}: unit {match[2]!r} is not one of {known}; give {examples}"
-        )
+        raise NotRead(f"{kind} {text!r}: unit {match[2]!r} is not one of {known}; give {examples}")
     number = float(match[1]) * scale
     if not 0 < number <= LARGEST:
-        raise ValueError(
+        raise NotRead(
             f"{kind} {text!r}: give a number above zero, of at most {LARGEST:.0e}, such as {examples}"
         )
     return number

@@ -1,20 +1,14 @@
 """Evidence of learning: the tokens of each method to a loss, by setting.
 
-`evidence.json`, beside this file, is made from committed rows of runs and read on first use. Its schema:
+`evidence.json`, beside this file, is made from committed rows of runs. It has a list of cells:
 
-    {"version": 4,
-     "study": {"model": "byte GPT", "dataset": "..."},
-     "cells": [{"tokens": 256, "workers": 8, "data": "alike", "steps": 1024, "parameters": 430720,
-                "methods": {"vote": {"to_loss": {"ratio": 1.12, "error": 0.03, "runs": 3},
-                                     "rate_over_adamw": 0.35, "b1": 0.8, "b2": 0.9,
-                                     "decay_over_adamw": 10.0}}}]}
+    {"tokens": 256, "num_workers": 8, "data": "alike", "steps": 1024, "parameters": 430720,
+     "methods": {"vote": {"ratio": 1.12, "error": 0.03, "runs": 3, "rate_over_adamw": 0.35,
+                          "b1": 0.8, "b2": 0.9, "decay_over_adamw": 10.0}}}
 
 A cell is one setting: the tokens that a worker sees in a (micro-)step, workers, data, the length of a run
 in (micro-)steps of a worker, and the size of the model. Cells may differ in ``steps`` or ``parameters``
-alone. ``to_loss`` has a method's tokens to a loss over those of float32 AdamW, their standard error, and
-runs behind them; a ratio is null where the method was not seen to get there, and a method without
-``to_loss`` was not measured. ``vote-micro-4`` is ``vote`` with one exchange in 4 micro-steps. Rates and
-decays are in units of AdamW's. A file may say more.
+alone. A method that was not measured is not there.
 """
 
 import functools
@@ -24,25 +18,24 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lioncub_jax.exchange.arguments import check_count, check_number
+from lioncub_jax.exchange.arguments import check_number
 
-VERSION = 4  # of the packaged file
 DATA = ("alike", "different")  # what workers see: the same kind, or classes or texts of their own
 WINDOW = 32  # tokens; no worker saw less in a step
 HERE, NEAR, FAR = "here", "near", "far"
 FAR_TOKENS, FAR_WORKERS = 4, 2  # ratios; beyond them a cell says little
+BORDER = 1.5  # a ratio, by which tokens or workers may differ from a border that is near
 REFERENCE = "adamw"
-LONG_RUN = 1000  # steps; in shorter ones the order of methods was another
 
 
 class Learned(NamedTuple):
     """Learning of a method in a cell, in units of float32 AdamW there.
 
     Attributes:
-      ratio: its tokens to the loss over AdamW's; infinite where it was not seen to get there.
-      error: standard error of that.
       steps: of a worker in a run.
       parameters: of the model.
+      ratio: its tokens to the loss over AdamW's; None where it was not seen to get there.
+      error: standard error of that.
       runs: of the method.
       rate_over_adamw: the highest learning rate, divided by AdamW's.
       b1: weight of the momentum.
@@ -50,27 +43,15 @@ class Learned(NamedTuple):
       decay_over_adamw: decoupled weight decay, divided by AdamW's.
     """
 
-    ratio: float
-    error: float
     steps: int
     parameters: int
+    ratio: float | None
+    error: float
     runs: int
     rate_over_adamw: float
     b1: float
     b2: float
     decay_over_adamw: float
-
-    def with_micro_steps(self, base: "Learned", micro: "Learned") -> "Learned":
-        """Returns this method with micro-steps, which cost it the tokens that they cost another."""
-        ratio = self.ratio * micro.ratio / base.ratio
-        error = ratio * math.hypot(self.error / self.ratio, micro.error / micro.ratio)
-        rate = self.rate_over_adamw * micro.rate_over_adamw / base.rate_over_adamw
-        runs = min(self.runs, micro.runs)
-        return self._replace(ratio=ratio, error=error, runs=runs, rate_over_adamw=rate)
-
-    def times(self, factor: float) -> "Learned":
-        """Returns this method with so many times the tokens."""
-        return self._replace(ratio=factor * self.ratio, error=factor * self.error)
 
 
 class Cell(NamedTuple):
@@ -93,18 +74,6 @@ class Cell(NamedTuple):
     methods: Mapping[str, Learned]
 
 
-class Evidence(NamedTuple):
-    """All that is known.
-
-    Attributes:
-      study: what was trained: "model" and "dataset".
-      cells: settings in which methods were compared.
-    """
-
-    study: Mapping[str, str]
-    cells: tuple[Cell, ...]
-
-
 class Found(NamedTuple):
     """The measured setting that is nearest to what was asked.
 
@@ -113,11 +82,14 @@ class Found(NamedTuple):
       distance: "here" for that setting itself, "near" it, or "far" from all.
       methods: each by its longest run; one without the longest is taken to need more tokens by the factor
         that the worst of the others came to need.
+      neighbour: what is found on the other side of a border, where one is within ``BORDER`` times the
+        tokens or the workers; None elsewhere.
     """
 
     cell: Cell
     distance: str
     methods: Mapping[str, Learned]
+    neighbour: "Found | None" = None
 
 
 def check_one_of(kind: str, name: str, known: Collection[str]) -> None:
@@ -152,33 +124,40 @@ def cell_for(num_workers: int, tokens: int, data: str = DATA[0], parameters: int
         "times the length, of one worker and not of a device or of all",
         int,
     )  # fmt: skip
-    check_count(f"num_workers={num_workers!r}", num_workers)
     check_one_of("data", data, DATA)
-
-    def ratios(cell: Cell) -> tuple[float, float]:
-        return _ratio(tokens, cell.tokens), _ratio(num_workers, cell.num_workers)
-
-    def worth(cell: Cell) -> tuple[float, int, float]:
-        return math.prod(ratios(cell)), -cell.steps, _ratio(parameters, cell.parameters)
-
-    known = packaged().cells
-    cells = sorted([one for one in known if one.data == data] or known, key=worth)
-    nearest = cells[0]
-    methods: dict[str, Learned] = {}
-    for cell in cells:
-        if ratios(cell) == ratios(nearest):
-            grown = _growth(cell.methods, methods)
-            methods = {name: how.times(grown) for name, how in cell.methods.items()} | methods
-    noise, number = ratios(nearest)
-    if noise > FAR_TOKENS or number > FAR_WORKERS or nearest.data != data:
-        return Found(nearest, FAR, methods)
-    return Found(nearest, HERE if noise == number == 1 else NEAR, methods)
+    found = _nearest(num_workers, tokens, data, parameters)
+    for x, y in ((1, 1 / BORDER), (1, BORDER), (1 / BORDER, 1), (BORDER, 1)):
+        other = _nearest(x * num_workers, y * tokens, data, parameters)
+        both = {other.distance, found.distance}
+        crossed = FAR in both or other.cell is not found.cell
+        if crossed and both != {FAR} and found.distance != HERE:
+            return found._replace(neighbour=other)
+    return found
 
 
-def _growth(short: Mapping[str, Learned], long: Mapping[str, Learned]) -> float:
-    """The largest factor between ratios of tokens in shorter and in longer runs; at least 1."""
-    each = [long[name].ratio / how.ratio for name, how in short.items() if name in long]
-    return max([1.0, *(x for x in each if x < math.inf)])
+def _nearest(workers: float, tokens: float, data: str, parameters: int) -> Found:
+    """Finds the nearest setting, without a look at its neighbours."""
+
+    def away(cell: Cell) -> tuple[float, float]:
+        return _ratio(tokens, cell.tokens), _ratio(workers, cell.num_workers)
+
+    def worth(cell: Cell) -> tuple[bool, float, int, float]:
+        size = _ratio(parameters, cell.parameters)
+        return cell.data != data, math.prod(away(cell)), -cell.steps, size
+
+    first, *others = sorted(packaged(), key=worth)
+    methods = {**first.methods}
+    for cell in others:
+        if (cell.data, away(cell)) == (first.data, away(first)):
+            # The largest factor between ratios of tokens in shorter and in longer runs.
+            both = [(methods[n].ratio, x.ratio) for n, x in cell.methods.items() if n in methods]
+            grown = max([1.0, *(long / short for long, short in both if long and short)])
+            for name, how in cell.methods.items():
+                ratio, error = how.ratio and grown * how.ratio, grown * how.error
+                methods.setdefault(name, how._replace(ratio=ratio, error=error))
+    noise, number = away(first)
+    far = first.data != data or noise > FAR_TOKENS or number > FAR_WORKERS
+    return Found(first, FAR if far else HERE if noise == number == 1 else NEAR, methods)
 
 
 def _ratio(a: float, b: float) -> float:
@@ -191,38 +170,11 @@ def rows_of(name: str) -> Any:
 
 
 @functools.cache
-def packaged() -> Evidence:
-    """Reads what comes with the library."""
-    return read(Path(__file__).with_name("evidence.json"))
-
-
-def read(path: Path) -> Evidence:
-    """Reads evidence from a file.
-
-    Raises:
-      ValueError: for a file of another version.
-    """
-    file = json.loads(path.read_text())
-    if file.get("version") != VERSION:
-        raise ValueError(
-            f"{path}: evidence of version {file.get('version')!r}, and this library reads {VERSION}; "
-            "install it again, or make the file by the benchmarks of its own version"
-        )
-    return Evidence(file["study"], tuple(map(_cell, file["cells"])))
-
-
-def _cell(row: Mapping[str, Any]) -> Cell:
-    """A cell of the file, with the methods that were measured."""
-    methods = {}
-    for name, one in row["methods"].items():
-        if to_loss := one.get("to_loss"):
-            methods[name] = Learned(
-                ratio=math.inf if to_loss["ratio"] is None else to_loss["ratio"],
-                error=to_loss["error"] or 0.0,
-                runs=to_loss["runs"],
-                steps=row["steps"],
-                parameters=row["parameters"],
-                **{field: one[field] for field in Learned._fields[-4:]},
-            )
-    given = {field: row[field] for field in ("tokens", "data", "steps", "parameters")}
-    return Cell(num_workers=row["workers"], methods=methods, **given)
+def packaged() -> list[Cell]:
+    """Reads what comes with the library: all settings."""
+    cells = []
+    for row in rows_of("evidence.json"):
+        run = {field: row[field] for field in ("steps", "parameters")}
+        methods = {name: Learned(**run, **how) for name, how in row["methods"].items()}
+        cells.append(Cell(**row | {"methods": methods}))
+    return cells

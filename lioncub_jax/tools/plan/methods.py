@@ -3,15 +3,14 @@
 `methods.json` has a row for each. Its numbers are per parameter, and a test holds them against the
 transforms that the code makes. A row of 128 parameters has 1 bit for its abstention, or a bfloat16 scale.
 PowerSGD's rank r is a share of the width w, as in the study: 32 bits r (w + 4 w) / (4 w^2) of a matrix of w
-and 4 w. Local steps keep a copy of the parameters. 1-bit Adam has 15 % of its run in float32 (its paper
-takes 15 to 25 %), which is 18.75 % of the steps to the loss: its row has the mean step.
+and 4 w. Local steps keep a copy of the parameters, and micro-steps the sum of gradients. 1-bit Adam has
+15 % of its run in float32 (its paper takes 15 to 25 %), which is 18.75 % of the steps to the loss: its row
+has the mean step.
 """
 
 from typing import NamedTuple
 
-from lioncub_jax.tools.plan.evidence import check_one_of, rows_of
-
-BFLOAT16 = "-bfloat16"
+from lioncub_jax.tools.plan.evidence import rows_of
 
 
 class Scheme(NamedTuple):
@@ -19,8 +18,10 @@ class Scheme(NamedTuple):
 
     Attributes:
       name: as in the evidence, but for means in bfloat16.
+      title: for people.
       code: how it is written in a program, without ``lioncub_jax.``.
-      kind: "ours", "other" (those of `baselines`), or "mean" of gradients, with which all are compared.
+      kind: "ours", "other" (those of `baselines`), "mean" of gradients, with which all are compared, or
+        "alone": one worker that takes all rows in micro-steps.
       mean: bits that are all-reduced.
       up: bits that go to the owners, by an all-to-all.
       back: bits that come back, by an all-gather.
@@ -28,10 +29,13 @@ class Scheme(NamedTuple):
       shared: bytes of optimizer state that the workers share among them.
       packs: bytes of memory that packing, counting and unpacking pass through; 0: none of that.
       rounds: exchanges that follow each other.
-      every: steps of a worker for each exchange.
+      every: steps of a worker for each exchange: local steps or micro-steps.
+      two_levels: whether the devices of a worker can share its exchange.
+      votes: whether workers who disagree may be a tie.
     """
 
     name: str
+    title: str
     code: str
     kind: str
     mean: float = 0.0
@@ -42,34 +46,15 @@ class Scheme(NamedTuple):
     packs: float = 0.0
     rounds: int = 1
     every: int = 1
-
-    @property
-    def two_levels(self) -> bool:
-        """True where the devices of a worker can share its exchange."""
-        return self.every == 1 and not self.name.startswith("powersgd")
+    two_levels: bool = True
+    votes: bool = False
 
     @property
     def learns(self) -> str:
         """Its name in the evidence: a mean in bfloat16 is taken to learn like one in float32."""
-        return self.name.removesuffix(BFLOAT16)
+        return self.name.removesuffix("-bfloat16")
 
 
-SCHEMES = tuple(Scheme(**row) for row in rows_of("methods.json"))
-
-
-def scheme_named(name: str) -> Scheme:
-    """Finds the scheme of that name.
-
-    Raises:
-      ValueError: if there is none.
-
-    Example:
-      >>> scheme_named("vote").code
-      'lion_cub(...)'
-    """
-    by_name = {one.name: one for one in SCHEMES}
-    check_one_of("scheme", name, by_name)
-    return by_name[name]
-
-
-FLOAT32 = scheme_named("lion")
+ALONE = Scheme("alone", "one worker alone", "optax.adamw(...)", "alone", each=8)
+SCHEMES = {row["name"]: Scheme(**row) for row in rows_of("methods.json")}
+"""All methods that the planner compares, by name."""

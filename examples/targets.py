@@ -1,8 +1,7 @@
-"""Examples of targets: a small model, a step, a program.
+"""Functions for the commands: a step to probe, and a program whose bytes are counted.
 
-lioncub plan --model lioncub_jax.tools.cli.examples:model ...
-lioncub probe --step lioncub_jax.tools.cli.examples:training --devices 2
-lioncub bytes lioncub_jax.tools.cli.examples:lowered --devices 8
+JAX_NUM_CPU_DEVICES=2 lioncub probe --step examples.targets:training
+JAX_NUM_CPU_DEVICES=8 lioncub bytes examples.targets:lowered
 """
 
 from typing import Any
@@ -15,16 +14,6 @@ import lioncub_jax as lc
 
 SIZES = {"embed": (256, 128), "hidden": (128, 512), "out": (512, 256)}
 BATCH = 64
-
-
-def model() -> dict[str, jax.Array]:
-    """For ``plan --model``: parameters, an ``nnx.Module`` or linen variables; only shapes are made.
-
-    Example:
-      >>> model()["embed"].shape
-      (256, 128)
-    """
-    return {name: jnp.full(shape, shape[0] ** -0.5) for name, shape in SIZES.items()}
 
 
 def loss(params: dict[str, jax.Array], text: jax.Array, rng: jax.Array) -> jax.Array:
@@ -40,7 +29,7 @@ def training(workers: lc.Workers) -> tuple[Any, lc.StepState, jax.Array]:
 
 
 def lowered() -> tuple[jax.stages.Lowered, jax.sharding.Mesh]:
-    """For ``bytes``: a training step that votes, lowered or compiled, and its mesh."""
+    """For ``bytes``: a training step that votes, and its mesh."""
     axis = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=axis)
     workers = lc.Workers(mesh, "data")
@@ -51,7 +40,8 @@ def lowered() -> tuple[jax.stages.Lowered, jax.sharding.Mesh]:
 def _training(
     tx: optax.GradientTransformation, workers: lc.Workers
 ) -> tuple[Any, lc.StepState, jax.Array]:
-    state = lc.init_state(tx, model(), workers)
+    params = {name: jnp.full(shape, shape[0] ** -0.5) for name, shape in SIZES.items()}
+    state = lc.init_state(tx, params, workers)
     processes = len({device.process_index for device in workers.mesh.devices.flat})
     batch = jnp.zeros((BATCH * workers.count // processes, 2), jnp.int32)  # of this process
     return lc.make_train_step(loss, tx, workers), state, batch
