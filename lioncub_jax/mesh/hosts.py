@@ -204,21 +204,23 @@ def is_process_local(x: Any, sharding: NamedSharding) -> bool:
     return not sharding.is_fully_addressable and getattr(x, "is_fully_addressable", of_host)
 
 
-def put(x: Any, sharding: NamedSharding, rows: int | None = None) -> jax.Array:
+def put(x: Any, sharding: NamedSharding, whole: tuple[int, ...] | None = None) -> jax.Array:
     """Places an array on a mesh; one of this process only by its own devices, and nothing is sent.
 
     Args:
       x: global, or of this process only: the same array on all, or those rows that its devices take.
       sharding: where to.
-      rows: of all processes, if its own are the rows of its devices.
+      whole: the shape on all processes, if this one has the rows of its devices.
     """
     if is_key(x):  # device_put knows keys in one process only
-        return from_key_words(put(key_words(x), sharding, rows), x)
+        words = key_words(x)
+        whole = whole and (*whole, *words.shape[x.ndim :])
+        return from_key_words(put(words, sharding, whole), x)
     if not is_process_local(x, sharding):
         return jax.device_put(x, sharding)
     # Neither does device_put know rows: it compares what is given on all processes, over the network.
     host = np.asarray(x)
-    shape = host.shape if rows is None else (rows, *host.shape[1:])
+    shape = host.shape if whole is None else whole
     return jax.make_array_from_process_local_data(sharding, host, shape)
 
 
@@ -484,7 +486,7 @@ class Batches:
         return (
             x.update(sharding=sharding)
             if isinstance(x, jax.ShapeDtypeStruct)
-            else put(x, sharding, rows)
+            else put(x, sharding, None if rows is None else (rows, *jnp.shape(x)[1:]))
         )
 
     def rows_of_all(self, name: str, x: Any) -> int:

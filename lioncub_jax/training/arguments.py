@@ -31,6 +31,7 @@ class Role(enum.Enum):
     MEAN = "averaged"
     SUM = "added"
     GAINED = "what it gained on each worker is added"
+    LARGEST = "the largest"
     KEY = "a key, as on one device"
 
 
@@ -77,6 +78,7 @@ class Leaf(NamedTuple):
       dim: the dimension of its rows.
       kind: of the variable of nnx that holds it, or "".
       in_optimizer: True in the state of an optimizer.
+      boxed: True in a box `Own`, or in a variable of nnx that stands for one.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Leaf(NamedTuple):
     dim: int = 0
     kind: str = ""
     in_optimizer: bool = False
+    boxed: bool = False
 
     def over(self) -> tuple[str, ...]:
         """The workers' axes that cut it."""
@@ -180,22 +183,24 @@ class Arguments:
         whole = jax.tree.unflatten(call.tree, call.flat)
         self._inside: Any = jax.tree.structure(opened(whole))
         self._statics, self.leaves = dict[int, Any](), list[Leaf]()
-        dims, kinds = arguments_of(rows, self.names), graphs.variable_kinds(whole[1])
+        dims, kinds = arguments_of(rows, self.names), graphs.variable_kinds(whole)
         paths, held = jax.tree_util.tree_leaves_with_path(whole), _holders(whole, workers)
-        for place, ((path, x), (own, in_optimizer)) in enumerate(zip(paths, held, strict=True)):
+        for place, ((path, x), (own, in_optimizer, boxed)) in enumerate(
+            zip(paths, held, strict=True)
+        ):
             if not is_array(x, numbers=not call.traced):
                 self._statics[place] = x
                 continue
             at = path[1].idx if path[0].idx == 0 else self.graph[path[1].key]
             name = f"{self.names[at]}{jax.tree_util.keystr(path[2:])}"
-            variable = kinds.get(jax.tree_util.keystr(path[1:]), "")
+            variable = kinds.get(jax.tree_util.keystr(path), "")
             role, spec, dim = _role(name, x, own, dims.get(at), workers)
             kind = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
             shape = jax.ShapeDtypeStruct(
                 _whole_shape(x, role, dim, workers), kind.dtype, weak_type=kind.weak_type
             )
             in_optimizer |= variable == "OptState"
-            leaf = Leaf(name, place, at, role, spec, shape, dim, variable, in_optimizer)
+            leaf = Leaf(name, place, at, role, spec, shape, dim, variable, in_optimizer, boxed)
             self.leaves.append(leaf)
         self._check_rows()
 
@@ -314,25 +319,26 @@ def arguments_of(which: Which, names: list[str]) -> dict[int, int]:
     return found
 
 
-def _holders(tree: Any, workers: Workers) -> list[tuple[P | None, bool]]:
-    """For each leaf its spec, if it is each worker's own, and whether it is in an optimizer's state.
+def _holders(tree: Any, workers: Workers) -> list[tuple[P | None, bool, bool]]:
+    """For each leaf its spec, if it is each worker's own; if it is in an optimizer's state, or in a box.
 
     States of our transforms say it, boxes `Own`, and variables of nnx that name the workers' axes in front.
     """
-    found: list[tuple[P | None, bool]] = []
+    found: list[tuple[P | None, bool, bool]] = []
 
     def visit(node: Any, in_optimizer: bool) -> None:
         specs, leaves = getattr(node, "specs", None), jax.tree.leaves(node)
-        if isinstance(node, Own) or graphs.is_own(node, workers):
+        boxed = isinstance(node, Own) or graphs.is_boxed(node)
+        if boxed or graphs.is_own(node, workers):
             own = [P(workers.axes, *spec_of(x)[1:]) for x in leaves]
-            found.extend([(spec, in_optimizer) for spec in own])
+            found.extend([(spec, in_optimizer, boxed) for spec in own])
             return
         if isinstance(specs, StateSpecs):
-            found.extend([(s if workers.stacks(s) else None, True) for s in specs.state])
+            found.extend([(s if workers.stacks(s) else None, True, False) for s in specs.state])
             return
         parts = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
         if len(parts) == 1 and parts[0] is node:
-            found.append((None, in_optimizer))
+            found.append((None, in_optimizer, False))
             return
         in_optimizer = in_optimizer or is_of_optax(node)
         for part in parts:

@@ -141,7 +141,8 @@ class Differences(Walk):
     Attributes:
       constant: all workers in one class.
       each: every worker in a class of its own.
-      draws_alike: True if random numbers were drawn, before the first exchange, that are the same for all.
+      draws_alike: True if the step makes a key, the same for all, and draws by it before the first
+      exchange.
 
     Raises:
       ValueError: from ``results``, where workers communicate in a branch that one of them decides on.
@@ -153,7 +154,7 @@ class Differences(Walk):
         self.constant = (0,) * workers.count
         self.each: Classes = tuple(range(workers.count))
         self._gradients: dict[int, tuple[str, str, Classes]] = {}  # by equation
-        self.draws_alike = False
+        self.draws_alike = self._seeded = False
 
     def gradients(self) -> list[dict[str, Classes]]:
         """Of each exchange that was met, the path and the classes of each gradient that it was given."""
@@ -189,8 +190,9 @@ class Differences(Walk):
         if name == "name" and str(eqn.params["name"]).startswith(GRADIENT):
             _, number, path = eqn.params["name"].split(" ", 2)
             self._gradients[id(eqn)] = number, path, operands
-        if name in ("random_bits", "threefry2x32") and operands == self.constant:
-            self.draws_alike |= not self._gradients
+        if operands == self.constant:
+            self._seeded |= name == "random_seed"
+            self.draws_alike |= name == "random_bits" and self._seeded and not self._gradients
         is_ref = any(
             hasattr(x.aval, "inner_aval") for x in eqn.outvars
         )  # that may be written later

@@ -12,6 +12,7 @@ from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_of, flax_in_use
 
 _TAG = "lioncub_jax.map_step"
+_BOX = "lioncub_jax_own"  # in the metadata of a variable
 _GRAPHS: dict[Any, bool] = {}  # by the structure of an argument
 _PLAIN = {np.ndarray, int, float, str, bool, type(None)}
 
@@ -62,6 +63,12 @@ def merged(definition: Any, state: Any, inner: bool = True) -> Any:
         return context.merge(definition, state)
 
 
+def box(variable: Any, x: jax.Array) -> None:
+    """Gives a variable an array of which each worker has its own, and marks it so."""
+    variable.set_value(x)
+    variable.set_metadata(**{_BOX: True})
+
+
 def variables(node: Any) -> list[tuple[Any, Holder]]:
     """The variables of objects, each with the holder of its array, of optimizers by its place."""
     from flax import nnx
@@ -80,6 +87,11 @@ def variables(node: Any) -> list[tuple[Any, Holder]]:
         if isinstance(x, nnx.Variable):
             found.append((x, Holder.FRONT if id(x.get_value()) in front else Holder.ALL))
     return found
+
+
+def is_boxed(x: Any) -> bool:
+    """True for a variable of which each worker was given its own, as in a box."""
+    return flax_in_use() and hasattr(x, "get_metadata") and _BOX in x.get_metadata()
 
 
 def is_own(x: Any, workers: Workers) -> bool:

@@ -7,13 +7,13 @@ needs no casts. `arguments` says what goes in, `results` what comes out.
 """
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -48,6 +48,7 @@ def map_step(
     averaged: Sequence[str] = ("batch_stats",),
     out: Mapping[str, str] | None = None,
     donate: Which = (),
+    local_steps: int = 1,
 ) -> "MappedStep":
     """Maps a whole train step over the workers.
 
@@ -70,6 +71,7 @@ def map_step(
       out: what becomes of results by a name in their path, where it is not told by the above: ``"rows"``
         (joined), ``"mean"``, ``"sum"``, or ``"each"`` (``[workers, ...]``).
       donate: arguments whose memory the step takes over, where it compiles itself.
+      local_steps: 1; `make_train_step` has steps that each worker takes alone, between two exchanges.
 
     Returns:
       The step on global arrays, a `MappedStep`. It compiles itself, and may be called under ``jax.jit``,
@@ -100,6 +102,12 @@ def map_step(
     Source: this library.
     """
     check_real(workers)
+    if local_steps != 1:
+        raise ValueError(
+            f"local_steps={local_steps!r}: the optimizer of a step of yours talks in each of them. Steps "
+            "that each worker takes alone are make_train_step(loss, tx, workers, local_steps=..., "
+            "local=...)"
+        )
     out = dict(out or {})
     if unknown := [x for x in out.values() if x not in ("rows", "mean", "sum", "each")]:
         raise ValueError(
@@ -125,6 +133,8 @@ class MappedStep:
     ):
         self.step, self.workers, self.rows, self.averaged = step, workers, rows, averaged
         self.out, self.donate = out, donate
+        self._in_flight = deque[jax.Array](maxlen=8)
+        self._waits = workers.mesh.devices.flat[0].platform == "cpu"
         self._calls = dict[Any, tuple[Program, Moves]]()
         self._programs = dict[Any, Program]()
         self.__wrapped__, self.__name__ = step, getattr(step, "__name__", "step")
@@ -144,7 +154,16 @@ class MappedStep:
             for x, leaf in zip(arrays, program.arguments.leaves, strict=True):
                 if type(x) is array_class() and x.is_deleted():  # type: ignore[attr-defined]
                     check_alive(leaf.name, x)
-            return program.results.rebuilt(program.jitted(*program.split(moved(arrays, moves))))
+            results = program.jitted(*moved(arrays, moves))
+            self._bound(results)
+            return program.results.rebuilt(results)
+
+    def _bound(self, results: list[jax.Array]) -> None:
+        """Waits for earlier steps on a CPU, whose collectives deadlock with dozens of steps in flight."""
+        self._in_flight.extend(results[-1:])
+        is_full = len(self._in_flight) == self._in_flight.maxlen
+        if self._waits and is_full and not self._in_flight[0].is_deleted():
+            self._in_flight[0].block_until_ready()
 
     def _prepared(self, call: Call) -> "tuple[Program, Moves]":
         """The program for a call, and which of its arrays lie elsewhere than it wants them."""
@@ -160,7 +179,7 @@ class MappedStep:
                 local[name] = x
         hosts.check_same("map_step", local, NamedSharding(self.workers.mesh, P()))
         arrays = moved(arrays, moves)
-        lowered = program.jitted.lower(*program.split(arrays))
+        lowered = program.jitted.lower(*arrays)
         hosts.check_same_program(lowered, {"": dict(zip(names, arrays, strict=True))})
         return program, moves
 
@@ -177,7 +196,7 @@ class MappedStep:
             call = Call(self.step, args, kwargs)
             program, moves = self._program(call)
             arrays = moved(program.arguments.arrays(call), moves)
-            return program.jitted.lower(*program.split(arrays))
+            return program.jitted.lower(*arrays)
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
         """What each array of such arguments is to the workers, and what becomes of each result."""
@@ -222,11 +241,6 @@ class Program:
         self.keys = typed_keys(self.arguments.leaves)
         self.keys |= differ.keys_among(self.closed.jaxpr, raw_keys(self.arguments.leaves))
         self._read(shapes)
-        donated = dict[int, int]()
-        if mapped.donate != ():
-            donated = arguments_of(mapped.donate, self.arguments.names)
-        self._donated = [i for i, x in enumerate(self.arguments.leaves) if x.argument in donated]
-        self._kept = [i for i in range(len(self.specs)) if i not in set(self._donated)]
 
     def _traced(self, shapes: Sequence[Any]) -> tuple[Any, Results]:
         """The step's jaxpr on one worker, and its results."""
@@ -318,26 +332,18 @@ class Program:
 
     @cached_property
     def jitted(self) -> Any:
-        """The compiled program, of the arrays that are donated and of the others."""
-        shardings = self.workers.shardings(self.specs)
-        given = tuple([shardings[i] for i in part] for part in (self._donated, self._kept))
-        out = self.workers.shardings(self.outside.specs())
+        """The compiled program, of the arrays of a call."""
 
-        def run(donated: list[Any], kept: list[Any]) -> list[Any]:
-            arrays: list[Any] = [None] * len(self.specs)
-            for places, part in ((self._donated, donated), (self._kept, kept)):
-                for i, x in zip(places, part, strict=True):
-                    arrays[i] = x
+        def run(*arrays: jax.Array) -> list[jax.Array]:
             return self.on_mesh(arrays)
 
         run.__name__ = self.mapped.__name__
-        return jax.jit(run, in_shardings=given, out_shardings=out, donate_argnums=0)
-
-    def split(self, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-        """The arrays that are donated, and the others."""
-        if not self._donated:
-            return [], arrays
-        return [arrays[i] for i in self._donated], [arrays[i] for i in self._kept]
+        donated = dict[int, int]()
+        if self.mapped.donate != ():
+            donated = arguments_of(self.mapped.donate, self.arguments.names)
+        given, out = self.workers.shardings((tuple(self.specs), self.outside.specs()))
+        taken = [i for i, x in enumerate(self.arguments.leaves) if x.argument in donated]
+        return jax.jit(run, in_shardings=given, out_shardings=out, donate_argnums=taken)
 
     def on_mesh(self, arrays: Sequence[Any]) -> list[Any]:
         """The results of all workers, of global arrays."""
@@ -386,8 +392,8 @@ def check_closure(closed: Any, workers: Workers) -> None:
             )
 
 
-# The places of arrays that lie elsewhere than a program wants them, and how each gets there.
-Moves: TypeAlias = list[tuple[int, Callable[[Any], Any]]]
+# The places of arrays that lie elsewhere than a program wants them, where to, and the shape of whole rows.
+Moves: TypeAlias = list[tuple[int, NamedSharding, tuple[int, ...] | None]]
 
 
 def moves_of(arguments: Arguments, arrays: Sequence[Any]) -> Moves:
@@ -395,23 +401,18 @@ def moves_of(arguments: Arguments, arrays: Sequence[Any]) -> Moves:
     moves: Moves = []
     for i, (x, leaf) in enumerate(zip(arrays, arguments.leaves, strict=True)):
         sharding = NamedSharding(arguments.workers.mesh, leaf.spec)
-        if is_of_this_process(x, arguments.workers):
-            whole = leaf.shape.shape if leaf.role is Role.ROWS else jnp.shape(x)
-            moves.append((i, partial(_from_this_process, sharding=sharding, shape=whole)))
-        elif isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(sharding, x.ndim):
-            moves.append((i, partial(jax.device_put, device=sharding)))
+        local = is_of_this_process(x, arguments.workers)
+        if local or (
+            isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(sharding, x.ndim)
+        ):
+            is_rows = local and leaf.role is Role.ROWS
+            moves.append((i, sharding, leaf.shape.shape if is_rows else None))
     return moves
-
-
-def _from_this_process(x: Any, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
-    return hosts.from_key_words(
-        jax.make_array_from_process_local_data(sharding, np.asarray(hosts.key_words(x)), shape), x
-    )
 
 
 def moved(arrays: list[Any], moves: Moves) -> list[Any]:
     """The arrays where the program wants them."""
     arrays = list(arrays)
-    for i, put in moves:
-        arrays[i] = put(arrays[i])
+    for i, sharding, shape in moves:
+        arrays[i] = hosts.put(arrays[i], sharding, shape)
     return arrays

@@ -62,9 +62,10 @@ def prepared(state: Any, workers: Workers) -> Any:
         return _prepared(state, workers)
     for variable, holder in graphs.variables(state):
         held = _held(workers, holder, variable.get_value())
-        variable.set_value(held.value if isinstance(held, Own) else held)
         if isinstance(held, Own):
-            variable.set_metadata(out_sharding=tuple(spec_of(held.value)))
+            graphs.box(variable, held.value)
+        else:
+            variable.set_value(held)
     return state
 
 

@@ -15,6 +15,7 @@ from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.training import graphs
 from lioncub_jax.training.arguments import Arguments, Role, as_static, is_array, opened
 from lioncub_jax.training.differ import Classes, Differences, is_increment
+from lioncub_jax.training.worker import as_count
 
 _SAID = {"rows": Role.ROWS, "mean": Role.MEAN, "sum": Role.SUM, "each": Role.OWN}
 
@@ -143,7 +144,8 @@ class _Matching:
     def _slot(self, x: Any, at: Any) -> Any:
         if not isinstance(at, _Slot):
             return _Fixed(x)
-        return self._add(x, Result(self._arguments.leaves[at.place].name, at.place))
+        leaf = self._arguments.leaves[at.place]
+        return self._add(x, Result(leaf.name, at.place, leaf.kind))
 
 
 def _may_be_key(x: Any) -> bool:
@@ -165,10 +167,16 @@ class Outside:
         self.roles = [self._role(i, x) for i, x in enumerate(self._results.each)]
         self._check_ratios()
 
+    def _leaf(self, i: int) -> Any:
+        before = self._results.each[i].before
+        return None if before is None else self._leaves[before]
+
+    def _over(self, i: int) -> list[str]:
+        """The workers' axes over which a result differs."""
+        return self._differences.axes_of(self._differ[i])
+
     def _role(self, i: int, result: Result) -> Role:
-        x, classes = self._results.arrays[i], self._differ[i]
-        leaf = None if result.before is None else self._leaves[result.before]
-        over = self._differences.axes_of(classes)
+        x, leaf, over = self._results.arrays[i], self._leaf(i), self._over(i)
         if leaf is not None and leaf.role in (Role.OWN, Role.ROWS):
             if more := sorted(set(over).difference(leaf.over())):
                 raise ValueError(
@@ -183,10 +191,12 @@ class Outside:
             return Role.KEY
         is_float = not is_key(x) and jnp.issubdtype(x.dtype, jnp.inexact)
         if leaf is not None or result.kind:
+            if "_overwrite_with_gradient" in _words(result.name):  # of flax's fp8 layers
+                return Role.LARGEST
             statistic = result.kind == "BatchStat" or _words(result.name) & self._averaged
             if statistic and is_float:
                 return Role.MEAN
-            raise ValueError(self._drift(result, x, over))
+            raise ValueError(self._drift(i, result, x))
         if is_key(x):
             raise ValueError(
                 f"{result.name} is a random key that differs between workers: return it as state"
@@ -238,8 +248,9 @@ class Outside:
                     "a ratio"
                 )
 
-    def _drift(self, result: Result, x: Any, over: Sequence[str]) -> str:
+    def _drift(self, i: int, result: Result, x: Any) -> str:
         """An error's text for state that all workers hold, and that differs after the step."""
+        leaf, over = self._leaf(i), self._over(i)
         axes = f" over {', '.join(over)}" if len(self._workers.axes) > 1 else ""
         of = (
             f"{result.name}, {x.dtype}{list(x.shape)}, differs between workers{axes} after the step"
@@ -251,7 +262,6 @@ class Outside:
                 "as lioncub_jax.owner_adamw(..., workers=workers), or lioncub_jax.global_gradients around "
                 "yours"
             )
-        leaf = None if result.before is None else self._leaves[result.before]
         if leaf is not None and leaf.in_optimizer:
             return (
                 f"{of}: it stands in front of the transform in which workers talk, or is changed by what "
@@ -282,8 +292,7 @@ class Outside:
             if result.before is not None:
                 specs.append(self._leaves[result.before].spec)
             elif role is Role.ROWS:
-                over = self._differences.axes_of(self._differ[i])
-                specs.append(P(tuple(n for n in axes if n in over)))
+                specs.append(P(tuple(n for n in axes if n in self._over(i))))
             else:
                 specs.append(P(axes) if role is Role.OWN else P())
         return specs
@@ -295,39 +304,47 @@ class Outside:
 
     def joined(self, results: list[Any], before: Sequence[Any]) -> list[Any]:
         """Results as they leave a worker; ``before``: what it was given, by place."""
-        axes = self._workers.axes
-        means, statistics, totals = dict[int, Any](), dict[int, Any](), dict[int, Any]()
-        for i, (x, role) in enumerate(zip(results, self.roles, strict=True)):
-            at = self._results.each[i].before
-            if role is Role.OWN:
-                results[i] = x[None]
-            elif role is Role.MEAN:
-                (means if at is None else statistics)[i] = x.astype(common_dtype(x, jnp.float32))
-            elif role is Role.GAINED:
-                totals[i] = x - before[at]  # type: ignore[index]
-            elif role is Role.SUM:
-                totals[i] = x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
-        # A worker whose statistics are not finite leaves their mean, which it would spoil.
-        finite = jnp.stack(
-            [jnp.isfinite(x).all() for x in [*statistics.values(), jnp.zeros(())]]
-        ).all()
-        kept = jax.tree.map(lambda x: jnp.where(finite, x, 0), statistics)
-        count = finite.astype(jnp.float32) if statistics else ()
-        means, kept, count = wires.sum_of_floats((means, kept, count), axes)
-        for i, x in means.items():
-            kind = results[i].dtype if jnp.issubdtype(results[i].dtype, jnp.inexact) else x.dtype
-            results[i] = (x / self._workers.count).astype(kind)
-        for i, x in kept.items():
-            old = before[self._results.each[i].before]  # type: ignore[index]
-            mean = (x / jnp.maximum(count, 1).astype(x.dtype)).astype(old.dtype)
-            results[i] = jnp.where(count > 0, mean, old)
+        axes, by = self._workers.axes, {role: list[int]() for role in Role}
+        for i, role in enumerate(self.roles):
+            by[role].append(i)
+        old: list[Any] = []
+        for result in self._results.each:
+            old.append(None if result.before is None else before[result.before])
+        # A worker with values that are not finite keeps floats in boxes, and leaves the mean of statistics.
+        boxed = [i for i in by[Role.OWN] if old[i] is not None and self._leaf(i).boxed]
+        boxed = [i for i in boxed if jnp.issubdtype(old[i].dtype, jnp.inexact)]
+        kept = _all_finite([results[i] for i in boxed])
+        for i in boxed:
+            results[i] = jnp.where(kept, results[i], old[i])
+        wide = {i: results[i].astype(common_dtype(results[i], jnp.float32)) for i in by[Role.MEAN]}
+        state = {i for i in wide if old[i] is not None}
+        finite = _all_finite([wide[i] for i in state])
+        sent = {i: jnp.where(finite, x, 0) if i in state else x for i, x in wide.items()}
+        told = finite.astype(jnp.float32) if state else ()
+        totals, present = wires.sum_of_floats((sent, told), axes)
         for i, x in totals.items():
-            over = tuple(n for n in axes if n in self._differences.axes_of(self._differ[i]))
-            if self.roles[i] is Role.GAINED:
-                results[i] = before[self._results.each[i].before] + wires.sum_over_workers(x, axes)  # type: ignore[index]
+            if i in state:
+                mean = x / jnp.maximum(present, 1).astype(x.dtype)
+                results[i] = jnp.where(present > 0, mean.astype(old[i].dtype), old[i])
             else:
-                results[i] = wires.sum_over_workers(x, over)
+                is_whole = not jnp.issubdtype(results[i].dtype, jnp.inexact)
+                results[i] = (x / self._workers.count).astype(
+                    x.dtype if is_whole else results[i].dtype
+                )
+        for i in by[Role.GAINED]:
+            results[i] = old[i] + wires.sum_over_workers(results[i] - old[i], axes)
+        for i in by[Role.SUM]:
+            over = tuple([n for n in axes if n in self._over(i)])
+            results[i] = wires.sum_over_workers(as_count(results[i]), over)
+        for i in by[Role.LARGEST]:
+            results[i] = wires.max_over_workers(results[i], axes)
+        for i in by[Role.OWN]:
+            results[i] = results[i][None]
         return results
+
+
+def _all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
+    return jnp.array([jnp.isfinite(x).all() for x in arrays]).all()
 
 
 def _words(name: str) -> set[str]:
