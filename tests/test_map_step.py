@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from conftest import assert_same, in_order, normal, workers_on
@@ -255,3 +256,279 @@ def test_updates_and_state_are_those_of_make_train_step(name, sizes):
     workers.mesh) ] for p in programs)  # fmt: skip
     assert theirs == ours
     assert found[0]["w"].sharding.spec == cut["w"]
+
+
+# --- What goes in, and what comes out
+
+
+def mapped(step, workers=None, **options):
+    return lc.map_step(step, workers or WORKERS(), **options)
+
+
+def test_a_key_is_each_workers_own_in_the_step_and_that_of_one_device_outside():
+    """However it is split or folded, typed or raw, kept in state, stacked, or in a jit or scan inside."""
+
+    def step(state, x):
+        key, sub = jax.random.split(state["key"])
+        state = state | {"key": key, "count": state["count"] + 1}
+        folded = jax.random.fold_in(state["folded"], state["count"])
+        drawn = [jax.random.uniform(k) for k in (sub, folded, state["raw"])]
+        drawn.append(jax.jit(jax.random.uniform)(state["keys"][1]))
+        raw, _ = lax.scan(lambda k, _: (jax.random.split(k)[0], None), state["raw"], None, length=3)
+        return state | {"raw": raw}, [jnp.broadcast_to(d, x.shape) for d in drawn]
+
+    def first():
+        keys = jax.random.split(jax.random.key(3), 2)
+        named = {"key": jax.random.key(1), "folded": jax.random.key(2), "keys": keys}
+        return named | {"raw": jax.random.PRNGKey(4), "count": jnp.int32(0)}
+
+    state, one = first(), first()
+    for _ in range(2):
+        state, drawn = mapped(step)(state, np.zeros(8, np.float32))
+        one, _ = step(one, np.zeros(8, np.float32))
+    assert_same(state, one)
+    for each in np.asarray(drawn):
+        assert len(np.unique(each)) == 4 and (each[::2] == each[1::2]).all()
+
+
+def test_an_optimizers_own_key_stays_the_same_for_all():
+    tx = optax.chain(owner(WORKERS()), optax.add_noise(0.01, 0.5, jax.random.key(0)))
+    (params, _), _ = run(tx, step_of(tx))
+    assert np.isfinite(params["w"]).all()
+
+
+def test_statistics_are_averaged_over_the_workers_with_finite_ones():
+    def step(state, batch):
+        x, _ = batch
+        stats = {
+            "mean": 0.5 * state["batch_stats"]["mean"] + 0.5 * x.mean(0),
+            "seen": state["batch_stats"]["seen"] + 1,
+        }
+        return state | {"batch_stats": stats}, x.sum()
+
+    first = {"batch_stats": {"mean": jnp.ones(6), "seen": jnp.int32(3)}}
+    state, _ = mapped(step)(first, BATCH)
+    wanted = 0.5 + 0.5 * BATCH[0].mean(0)
+    np.testing.assert_allclose(state["batch_stats"]["mean"], wanted, rtol=1e-6)
+    assert state["batch_stats"]["seen"] == 4
+    one_bad = np.where(np.arange(16)[:, None] == 5, np.nan, BATCH[0])
+    state, _ = mapped(step)(first, (one_bad, BATCH[1]))
+    others = np.delete(BATCH[0].reshape(4, 4, 6), 1, 0).reshape(12, 6)
+    np.testing.assert_allclose(state["batch_stats"]["mean"], 0.5 + 0.5 * others.mean(0), rtol=1e-6)
+    state, _ = mapped(step)(first, (np.full_like(one_bad, np.nan), BATCH[1]))
+    assert_same(state["batch_stats"]["mean"], first["batch_stats"]["mean"])
+
+
+def test_numbers_are_averaged_or_added_and_rows_are_joined():
+    def step(_, x):
+        return {
+            "mean": {"loss": x.mean(), "same": jnp.float32(2)},
+            "count": {"some": (x > 0).sum(), "short": (x > 0).sum(dtype=jnp.int8), "any": (x > 9).any()},
+            "rows": x * 2, "each": x.sum(0), "words": "text", "two": 2,
+        }  # fmt: skip
+
+    x = BATCH[0]
+    found = mapped(step, out={"each": "each"})((), x)
+    np.testing.assert_allclose(found["mean"]["loss"], x.mean(), rtol=1e-6)
+    assert found["count"]["some"] == found["count"]["short"] == (x > 0).sum()
+    assert found["mean"]["same"] == 2 and found["count"]["any"] == 0
+    assert (found["words"], found["two"]) == ("text", 2)
+    assert_same(found["rows"], 2 * x)
+    np.testing.assert_allclose(found["each"], x.reshape(4, 4, 6).sum(1), rtol=1e-6)
+    assert found["rows"].sharding.spec == found["each"].sharding.spec == P("data")
+
+
+SIZED = "is an array of shape (4,) that differs ... its first dimension does not grow with the rows"
+OUT = [
+    (
+        lambda x: {"sum": x.sum(), "count": (x > 0).sum()},
+        {},
+        "'sum'] is a floating ... 'count'] a whole one",
+    ),
+    (
+        lambda x: {"sum": x.sum(), "count": (x > 0).sum()},
+        {"out": {"sum": "sum", "count": "sum"}},
+        None,
+    ),
+    (lambda x: x.sum(0)[:4], {}, SIZED),  # as many as a worker has rows
+    (lambda x: x.sum(0)[:4], {"out": {"result": "mean"}}, None),
+    (lambda x: jax.random.fold_in(jax.random.key(0), (x > 0).sum()), {}, "random key that differs"),
+]
+
+
+@pytest.mark.parametrize(("made", "options", "words"), OUT)
+def test_what_no_one_can_know_of_a_result_is_to_be_said(made, options, words):
+    if words is None:
+        mapped(lambda _, x: made(x), **options)((), BATCH[0])
+        return
+    with pytest.raises(ValueError, match=in_order(words)):
+        mapped(lambda _, x: made(x), **options)((), BATCH[0])
+
+
+ROWS = [
+    ({"rows": "x"}, lambda x, w: (x * w).sum(), (BATCH[0], np.ones(6, np.float32)), None),
+    ({"rows": {"x": 1}}, lambda x: x.sum(), (BATCH[0].T,), None),
+    ({}, lambda s, b: b[0].sum(), ((), (BATCH[0], BATCH[1][:8])), "b[1] has 8 rows and b[0] 16"),
+    ({}, lambda x: x.sum(), (BATCH[0][:6],), "x has shape (6, 6): 4 workers do not divide its rows"),
+    ({"rows": "y"}, lambda x: x.sum(), (BATCH[0],), "'y' is no argument of the step, which has ['x']"),
+    ({}, lambda x, n: x.sum() * n, (BATCH[0], 2), "no argument has rows for the workers: ['x', 'n']"),
+    ({"rows": {"x": 2}}, lambda x: x.sum(), (BATCH[0],), "x has shape (16, 6), and no dimension 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "fn", "args", "words"), ROWS)
+def test_rows_are_those_that_are_named_and_all_of_one_number(options, fn, args, words):
+    if words is None:
+        np.testing.assert_allclose(mapped(fn, **options)(*args) * 4, BATCH[0].sum(), rtol=1e-5)
+        return
+    with pytest.raises(ValueError, match=in_order(words)):
+        mapped(fn, **options)(*args)
+
+
+def test_rows_are_also_what_lies_over_the_workers_and_go_on_as_rows():
+    """A hidden state that is carried from batch to batch."""
+    hidden = jax.device_put(np.zeros((16, 6), np.float32), WORKERS().shardings(P("data")))
+    found, _ = mapped(lambda h, x: (0.5 * h + x, x.mean()))(hidden, BATCH[0])
+    assert_same(found, jnp.asarray(BATCH[0]))
+    assert found.sharding.spec == P("data")
+
+
+def test_a_step_runs_in_jit_around_jit_and_in_scan_and_compiles_once():
+    tx, traces = owner(WORKERS()), []
+
+    def step(state, batch):
+        traces.append(1)
+        return step_of(tx)(state, batch)
+
+    state = fresh(), tx.init(fresh())
+    alone, around = mapped(step), jax.jit(mapped(jax.jit(step)))
+    wanted = state
+    for _ in range(3):
+        wanted, _ = alone(wanted, BATCH)
+    assert len(traces) == 1  # arrays lie elsewhere before the first step than behind it
+    found = state
+    for _ in range(3):
+        found, _ = around(found, BATCH)
+    assert_same(found, wanted, atol=1e-7)
+    many = jax.tree.map(lambda x: np.stack([x] * 3), BATCH)
+    found, _ = jax.jit(lambda state: lax.scan(mapped(step), state, many))(state)
+    assert_same(found, wanted, atol=1e-7)
+
+
+def test_donated_arrays_are_taken_and_an_error_names_one_that_is_given_again():
+    tx = owner(WORKERS())
+    state = jax.device_put(fresh(), WORKERS().shardings(P())), tx.init(fresh())
+    step = mapped(step_of(tx), donate="state")
+    after, _ = step(state, BATCH)
+    assert all(x.is_deleted() for x in jax.tree.leaves((state[0], state[1][0].error)))
+    with pytest.raises(
+        ValueError, match=in_order("state[0]['b'] was given to an earlier step ... donated")
+    ):
+        step(state, BATCH)
+    step(after, BATCH)
+
+
+def test_one_worker_alone_is_one_device():
+    workers = WORKERS("data=1")
+    tx = optax.chain(optax.trace(0.9), lc.global_gradients(optax.adamw(1e-3), workers=workers))
+    step = step_of(
+        tx, metrics=lambda grads, batch, **_: {"g": grads["w"], "n": (batch[0] > 0).sum()}
+    )
+    found = run(tx, step, workers)
+    plain = optax.chain(optax.trace(0.9), optax.adamw(1e-3))
+    state = fresh(), plain.init(fresh())
+    for _ in range(2):
+        state, metrics = jax.jit(
+            step_of(
+                plain,
+                metrics=lambda grads, batch, **_: {"g": grads["w"], "n": (batch[0] > 0).sum()},
+            )
+        )(state, BATCH)
+    assert_same((found[0][0], found[1]), (state[0], metrics), atol=1e-6)
+
+
+def test_sums_in_front_of_an_exchange_are_each_workers_own_once_prepared():
+    """Of MultiSteps, and of a loop of one's own in a box; a worker with a NaN keeps its own."""
+    tx = optax.MultiSteps(owner(WORKERS()), 2)
+    (_, state), _ = run(tx, step_of(tx), prepare=True, steps=4)
+    assert state.acc_grads["w"].value.shape == (4, 6, 5) and state.gradient_step == 2
+
+    inner = owner(WORKERS())
+
+    def summed(state, batch):
+        params, opt_state, total = state
+        grads = jax.grad(loss_fn)(params, batch)
+        total = jax.tree.map(jnp.add, total, grads)
+        updates, opt_state = inner.update(total, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, total), ()
+
+    first = (
+        fresh(),
+        inner.init(fresh()),
+        lc.training.own(jax.tree.map(jnp.zeros_like, fresh()), WORKERS()),
+    )
+    state, _ = mapped(summed)(first, BATCH)
+    bad = np.where(np.arange(16)[:, None] == 5, np.nan, BATCH[0]), BATCH[1]
+    after, _ = mapped(summed)(state, bad)
+    changed = np.asarray(
+        [(a != b).any() for a, b in zip(after[2].value["w"], state[2].value["w"], strict=True)]
+    )
+    assert changed.tolist() == [True, False, True, True] and np.isfinite(after[0]["w"]).all()
+
+
+def test_a_worker_whose_loss_is_not_finite_abstains_where_the_step_gives_its_loss():
+    tx = owner(WORKERS())
+
+    def step(state, batch):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        loss = jnp.where((batch[0] > 90).any(), jnp.nan, loss)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    bad = np.where(np.arange(16)[:, None] == 5, 99, BATCH[0]), BATCH[1]
+    (_, state), _ = run(tx, step, batch=bad, steps=1)
+    assert state[0].votes.abstained == 1
+
+
+def test_a_loss_over_the_tokens_of_all_is_that_of_one_device():
+    mask = (BATCH[1] > 0).astype(np.float32)
+
+    def loss(params, batch, count=lambda n: n):
+        x, y, mask = batch
+        each = mask * (x @ params["w"] + params["b"] - y) ** 2
+        return each.sum() / count(mask.sum())
+
+    def step(params, batch):
+        of_all = lambda n: lc.mean_over_workers(n, WORKERS())  # noqa: E731
+        value, grads = jax.value_and_grad(loss)(params, batch, of_all)
+        return {
+            "loss": value,
+            "own": loss(params, batch),
+            "norm": optax.tree.norm(lc.mean_over_workers(grads, WORKERS())),
+        }
+
+    found = mapped(step)(fresh(), (*BATCH, mask))
+    value, grads = jax.value_and_grad(loss)(fresh(), (*BATCH, mask))
+    np.testing.assert_allclose(
+        [found["loss"], found["norm"]], [value, optax.tree.norm(grads)], rtol=1e-5
+    )
+    assert abs(found["own"] - value) > 1e-4  # divided by each worker's own count
+
+
+def test_local_steps_are_those_of_make_train_step():
+    with pytest.raises(
+        ValueError,
+        match=in_order("local_steps=4 ... make_train_step(loss, tx, workers, local_steps"),
+    ):
+        mapped(lambda x: x, local_steps=4)
+
+
+def test_what_goes_in_and_out_is_told():
+    tx = owner(WORKERS())
+    told = mapped(step_of(tx)).explain((fresh(), tx.init(fresh())), BATCH)
+    for line in (
+        "state[0]['w']: the same for all", "state[1][0].error['w']: each worker's own", "batch[0]: rows",
+        "result[1]['loss']: averaged",
+    ):  # fmt: skip
+        assert line in told.splitlines()

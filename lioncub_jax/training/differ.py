@@ -103,7 +103,7 @@ class Walk:
                 return results[:carried]
 
             carry = self._repeated(step, given[at : at + carried])
-            return [*carry, *results[carried:]]
+            return results if params["length"] else [*carry, *results[carried:]]
         for one in inner:  # a call, a nested shard_map
             sizes = len(one.invars), len(one.outvars)
             if len(inner) == 1 and sizes == (len(given), len(eqn.outvars)):
