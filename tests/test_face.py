@@ -409,6 +409,12 @@ def test_model_state_stays_in_its_containers():
     assert_same(state.model_state, FrozenDict(n=np.ones(4, "i")))
 
 
+def test_a_state_is_made_where_no_transfer_is_implicit():
+    with jax.transfer_guard("disallow"):
+        state = lc.init_state(cub(), PARAMS, four(), model_state={"n": np.float32(1)})
+    assert_same(jax.random.key_data(state.rng), jax.random.key_data(jax.random.key(0)))
+
+
 def test_a_leaf_without_elements_needs_no_second_program():
     params, tx = {**PARAMS, "none": jnp.zeros((0, 4))}, cub()
     state, step = lc.init_state(tx, params, four()), lc.make_train_step(loss, tx, four())

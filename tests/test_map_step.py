@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 from conftest import assert_same, in_order, normal, workers_on
+from flax import nnx
+from flax.training.train_state import TrainState
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -532,3 +534,37 @@ def test_what_goes_in_and_out_is_told():
         "result[1]['loss']: averaged",
     ):  # fmt: skip
         assert line in told.splitlines()
+
+
+class Layer(nnx.Module):
+    def __init__(self):
+        self.w, self.b = (nnx.Param(x) for x in (fresh()["w"], fresh()["b"]))
+
+
+@pytest.mark.parametrize("trainer", ["TrainState", "nnx.Optimizer"])
+def test_a_step_of_flax_is_compiled_once_though_its_counter_begins_off_the_mesh(trainer):
+    tx, compiled = owner(WORKERS()), []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **about: compiled.append(about)
+        if event == "/jax/core/compile/backend_compile_duration" and "step" in str(about) else None
+    )  # fmt: skip
+
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(grads=grads), loss
+
+    def module_step(both, batch):
+        model, optimizer = both
+        grads = nnx.grad(lambda m: loss_fn({"w": m.w[...], "b": m.b[...]}, batch))(model)
+        optimizer.update(model, grads)
+        return both, 0.0
+
+    state = TrainState.create(apply_fn=None, params=fresh(), tx=tx)
+    if trainer != "TrainState":
+        model = Layer()
+        step, state = module_step, (model, nnx.Optimizer(model, tx, wrt=nnx.Param))
+    step.__name__ = "step"
+    mapped = lc.map_step(step, WORKERS())
+    for _ in range(3):
+        state, _ = mapped(state, BATCH)
+    assert len(compiled) == 1, compiled

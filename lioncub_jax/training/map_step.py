@@ -402,8 +402,12 @@ def moves_of(arguments: Arguments, arrays: Sequence[Any]) -> Moves:
     for i, (x, leaf) in enumerate(zip(arrays, arguments.leaves, strict=True)):
         sharding = NamedSharding(arguments.workers.mesh, leaf.spec)
         local = is_of_this_process(x, arguments.workers)
-        if local or (
-            isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(sharding, x.ndim)
+        # A number, as the step of a TrainState at first, would be another program than what follows it.
+        number = isinstance(x, (int, float, complex))
+        if (
+            local
+            or number
+            or (isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(sharding, x.ndim))
         ):
             is_rows = local and leaf.role is Role.ROWS
             moves.append((i, sharding, leaf.shape.shape if is_rows else None))

@@ -67,7 +67,7 @@ def init_state(
     """
     check_real(workers)
     params, param_specs, both = _mapped(tx, params, workers, specs, local)
-    rng = jax.random.key(0) if rng is None else rng
+    rng = jax.random.key(jax.device_put(0)) if rng is None else rng
     rng = jax.random.wrap_key_data(rng) if kinds.is_raw_key(rng) else rng
     if not is_key(rng) or jnp.shape(rng):
         raise TypeError(
