@@ -568,3 +568,138 @@ def test_a_step_of_flax_is_compiled_once_though_its_counter_begins_off_the_mesh(
     for _ in range(3):
         state, _ = mapped(state, BATCH)
     assert len(compiled) == 1, compiled
+
+
+# --- What real trainers hold
+
+
+def test_a_key_that_a_step_makes_of_a_seed_is_warned_of_and_can_be_folded():
+    """As Kauldron's: of a constant and the count of steps, so that all workers drop out alike."""
+
+    def step(fold, count, x):
+        key = jax.random.fold_in(jax.random.key(0), count)
+        key = jax.random.fold_in(key, lax.axis_index("data")) if fold else key
+        return x * jax.random.bernoulli(key, 0.5, x.shape)
+
+    with pytest.warns(UserWarning, match="draw alike, such as one dropout mask.*axis_index"):
+        alike = mapped(functools.partial(step, False))(1, np.ones((8, 9), np.float32))
+    assert (alike[:2] == alike[2:4]).all()
+    own = mapped(functools.partial(step, True))(1, np.ones((8, 9), np.float32))
+    assert (own[:2] != own[2:4]).any()
+
+
+def test_pairs_of_rows_stay_together_where_the_rows_are_a_second_dimension():
+    """As of DPO, whose batch has the chosen answers in front of the rejected ones."""
+    pairs = np.stack([BATCH[0], BATCH[0] + 1])
+    found = mapped(lambda batch: batch[1] - batch[0], rows={"batch": 1}, out={"result": "rows"})(
+        pairs
+    )
+    assert_same(found, jnp.ones((16, 6)), atol=1e-6)
+
+
+def test_rows_of_environments_live_on_in_the_state_with_their_keys():
+    """As brax's: each environment has a key, typed or raw."""
+
+    def step(env, params):
+        keys = jax.vmap(jax.random.split)(env["key"])
+        raw = jax.vmap(jax.random.split)(env["raw"])
+        noise = jax.vmap(jax.random.uniform)(keys[:, 1]) + jax.vmap(jax.random.uniform)(raw[:, 1])
+        return {"key": keys[:, 0], "raw": raw[:, 0], "at": env["at"] + params * noise}
+
+    first = {
+        "key": jax.random.split(jax.random.key(0), 8),
+        "raw": jax.random.split(jax.random.PRNGKey(1), 8),
+    }
+    found = one = first | {"at": jnp.zeros(8)}
+    run = mapped(step, rows="env")
+
+    for _ in range(2):
+        found, one = run(found, 2.0), step(one, 2.0)
+    assert_same(found, one, atol=1e-6)
+    assert found["at"].sharding.spec == P("data")
+
+
+def welford(state, x):
+    """Running statistics of rows, with a count in two words."""
+    count = state["count"][0] + x.shape[0]
+    delta = x - state["mean"]
+    mean = state["mean"] + delta.sum(0) / count
+    return {
+        "count": (count, state["count"][1]),
+        "mean": mean,
+        "m2": state["m2"] + (delta * (x - mean)).sum(0),
+    }
+
+
+def counted(state, x):
+    return state + (x > 0).sum()
+
+
+def routed(params, x):
+    """A bias that goes behind the optimizer by what each worker has seen, as MaxText's experts."""
+    return params + 0.1 * jnp.sign(x.mean() - (x > 0).mean(0))
+
+
+KEPT = {
+    "Welford": (
+        welford, {"count": (jnp.uint32(0), jnp.uint32(0)), "mean": jnp.zeros(6), "m2": jnp.zeros(6)},
+        "state['m2'], float32[6], differs between workers after the step",
+    ),
+    "a count of tokens": (
+        counted, jnp.ones((1,), jnp.int32), "state, int32[1], differs ... sum_over_workers(new, workers)",
+    ),
+    "a bias behind the optimizer": (
+        routed, jnp.zeros(6), "state, float32[6], differs ... mean_over_workers",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_state_that_would_differ_is_refused_by_its_name(name):
+    fn, state, words = KEPT[name]
+    tx = owner(WORKERS())
+
+    def step(state, params, opt_state, x):
+        grads = jax.grad(lambda p: jnp.mean((x @ p["w"] + p["b"]) ** 2))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return fn(state, x), optax.apply_updates(params, updates), opt_state
+
+    with pytest.raises(ValueError, match=in_order(words)):
+        mapped(step)(state, fresh(), tx.init(fresh()), BATCH[0])
+
+
+def test_state_is_right_where_the_step_says_how_workers_join_it():
+    workers = WORKERS()
+
+    def step(state, x):
+        seen = state["seen"] + lc.training.sum_over_workers((x > 0).sum(), workers)
+        load = lc.mean_over_workers((x > 0).mean(0), workers)
+        return {"seen": seen, "bias": state["bias"] + 0.1 * jnp.sign(load.mean() - load)}
+
+    first = {"seen": jnp.int32(5), "bias": jnp.zeros(6)}
+    assert_same(mapped(step)(first, BATCH[0]), step(first, BATCH[0]))
+
+
+WRAPPED = {
+    "mechanize": (optax.contrib.mechanize, "differs between workers"),
+    "skipping large updates": (
+        lambda tx: optax.MultiSteps(
+            tx, 1, should_skip_update_fn=functools.partial(optax.skip_large_updates, max_squared_norm=9.0)
+        ),
+        "cond or a loop whose predicate differs",
+    ),
+    "a cautious update": (
+        lambda tx: optax.chain(tx, optax.contrib.ademamix(1e-3)), None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_wrapper_that_sees_a_workers_own_gradient_is_refused_and_what_stands_behind_runs(name):
+    wrap, words = WRAPPED[name]
+    tx = wrap(owner(WORKERS()))
+    if words is None:
+        run(tx, step_of(tx))
+        return
+    with pytest.raises(ValueError, match=words):
+        run(tx, step_of(tx))

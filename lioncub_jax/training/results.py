@@ -42,6 +42,10 @@ class _Fixed(NamedTuple):
     value: Any
 
 
+def _is_slot(x: object) -> bool:
+    return isinstance(x, _Slot)
+
+
 class Results:
     """The results of a step on one worker.
 
@@ -102,19 +106,28 @@ class _Matching:
         self._arguments, self._add, self._taken = arguments, add, set[int]()
         self._parts: dict[Any, list[tuple[Any, list[Any]]]] = {}
         plain, _ = arguments.with_statics([_Slot(i) for i in range(len(arguments.leaves))])
-        self._offer(plain)
+        for argument in plain:
+            self._offer(argument, is_argument=True)
 
-    def _offer(self, node: Any) -> None:
-        """Offers a part of the arguments, and all parts of it."""
-        is_slot: Any = lambda x: isinstance(x, _Slot)  # noqa: E731
-        leaves, tree = jax.tree.flatten(opened(node), is_leaf=is_slot)
-        if any(map(is_slot, leaves)):
-            kinds = tuple([self._kind_before(x) if is_slot(x) else as_static(x) for x in leaves])
+    def _offer(self, node: Any, is_argument: bool = False) -> None:
+        """Offers a part of the arguments, and all parts of it.
+
+        A number, or an array in something, is too like others; a key is not, nor an argument.
+        """
+        leaves, tree = jax.tree.flatten(opened(node), is_leaf=_is_slot)
+        is_known = not _is_slot(node) or self._is_known(node, is_argument)
+        if is_known and any(map(_is_slot, leaves)):
+            kinds = tuple([self._kind_before(x) if _is_slot(x) else as_static(x) for x in leaves])
             self._parts.setdefault((tree, kinds), []).append((node, leaves))
-        if not is_slot(node):
-            for part in jax.tree.leaves(node, is_leaf=lambda x: x is not node):
-                if part is not node:
-                    self._offer(part)
+        for part in (
+            () if _is_slot(node) else jax.tree.leaves(node, is_leaf=lambda x: x is not node)
+        ):
+            if part is not node:
+                self._offer(part)
+
+    def _is_known(self, slot: _Slot, is_argument: bool) -> bool:
+        shape = self._arguments.leaves[slot.place].shape
+        return is_key(shape) or (shape.ndim > 0 and (is_argument or shape.dtype == np.uint32))
 
     def _kind_before(self, slot: _Slot) -> Any:
         leaf = self._arguments.leaves[slot.place]
@@ -130,10 +143,10 @@ class _Matching:
         is_leaf, name = len(leaves) == 1 and leaves[0] is node, jax.tree_util.keystr(path)
         for outside, before in self._parts.get((tree, kinds), ()):
             places = [x.place for x in before if isinstance(x, _Slot)]
-            if self._taken.isdisjoint(places) and (not is_leaf or _may_be_key(node)):
+            if self._taken.isdisjoint(places):
                 self._taken.update(places)
                 slots = [self._slot(x, at) for x, at in zip(leaves, before, strict=True)]
-                held: Any = jax.tree.structure(outside, is_leaf=lambda x: isinstance(x, _Slot))
+                held: Any = jax.tree.structure(outside, is_leaf=_is_slot)
                 return held.unflatten(slots)
         if is_leaf:
             return self._add(node, Result(f"result{name}")) if is_array(node) else _Fixed(node)
@@ -146,10 +159,6 @@ class _Matching:
             return _Fixed(x)
         leaf = self._arguments.leaves[at.place]
         return self._add(x, Result(leaf.name, at.place, leaf.kind))
-
-
-def _may_be_key(x: Any) -> bool:
-    return is_key(x) or (getattr(x, "dtype", None) == np.uint32 and x.ndim == 1)
 
 
 class Outside:
