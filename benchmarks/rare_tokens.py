@@ -112,12 +112,48 @@ def run(
     }  # fmt: skip
 
 
+def seen_once(steps: int = 9000) -> dict[str, list[float]]:
+    """How many steps a row moves in that one of two workers saw once, and how far, in rates."""
+    kinds = {"learning_rate": 1.0, "weight_decay": 0.0, "workers": "data"}
+    txs = {
+        "vote": lc.lion_cub(**kinds),
+        "vote, ternary": lc.lion_cub(**kinds, quantizer=lc.quantize.ternary()),
+        "vote, forget=0.1": lc.lion_cub(**kinds, forget=0.1),
+        "owner_lion": lc.owner_lion(**kinds),
+        "owner_adamw": lc.owner_adamw(**kinds),
+        "optax.lion": MEAN(optax.lion(1.0, weight_decay=0.0), workers="data"),
+    }
+
+    def worker(grads: jax.Array) -> Any:
+        def step(states: Any, i: jax.Array) -> Any:
+            # A row that is always fed, and below it the one that is not.
+            now = jnp.stack([grads[0, 0], jnp.where(i == 0, grads[0, 1], 0)])
+            done = {name: tx.update(now, states[name], now) for name, tx in txs.items()}
+            return {n: s for n, (_, s) in done.items()}, {n: u[1, 0] for n, (u, _) in done.items()}
+
+        first = {name: tx.init(0 * grads[0]) for name, tx in txs.items()}
+        return jax.lax.scan(step, first, jnp.arange(steps))[1]
+
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=auto, devices=jax.devices()[:2])
+    grads = jnp.ones((2, 2, 128)).at[1, 1].set(0)
+    run = jax.shard_map(worker, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
+    moved = jax.tree.map(np.abs, jax.jit(run)(grads))
+    return {name: [int((x > 0).sum()), float(x.sum())] for name, x in moved.items()}
+
+
 def main() -> None:
     jax.config.update("jax_num_cpu_devices", WORKERS)
     parser = report.parser(__doc__)
     parser.add_argument("--steps", type=int, default=768)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument(
+        "--once", action="store_true", help="a row that one worker saw once, and no model"
+    )
     args = parser.parse_args()
+    if args.once:
+        print(json.dumps(seen_once()))
+        return
     text, rows = words(), []
     for at in range(2):
         for method in args.methods:

@@ -123,7 +123,7 @@ def blend(
       forget: of several workers, momentum becomes 0 where a worker's gradient is 0 and the momentum below
         this share of its leaf's mean magnitude (of a device's shard of the leaf; in two levels of its part
         of a bucket); None for never. Then an embedding row that a worker saw once is voted on until its
-        momentum is no number any more: for 8,307 steps, at the whole rate.
+        momentum underflows: after a gradient of 1 for 8,223 steps, at the whole rate.
 
     Raises:
       ValueError: if a beta is outside [0, 1), ``forget`` outside (0, 1], ``mu_dtype`` is not floating, or
