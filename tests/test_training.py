@@ -278,3 +278,34 @@ def test_the_compiler_gets_the_options_of_a_step():
     state, step = start(linear_loss, cub(), linear_params(), workers)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         step.compiled({"xla_no_such_option": True})(state, draw())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_sum_beyond_its_dtype_is_the_largest_that_this_holds(accumulate):
+    """And any other is exact."""
+    numbers = {
+        "int32": [2**30, -(2**30), 2**28 - 1, -7],
+        "uint32": [2**31, 3, 2**29 - 1, 0],
+        "int16": [30_000],
+    }
+
+    def counting(params, batch, rng):
+        zero = batch[0, 0].astype(jnp.int32) * 0
+        aux = {
+            f"{dtype}, {x}": jnp.asarray(x, dtype) + zero.astype(dtype)
+            for dtype, each in numbers.items()
+            for x in each
+        }
+        return jnp.mean(batch @ params["w"]), aux
+
+    workers, params = workers_on("data=4"), {"w": jnp.ones((2, 1))}
+    tx = lc.lion_cub(1e-3, workers=workers)
+    step = lc.make_train_step(counting, tx, workers, accumulate=accumulate)
+    _, found = step(lc.init_state(tx, params, workers), np.ones((8, 2), np.float32))
+    for dtype, each in numbers.items():
+        kind = jnp.iinfo("int32" if dtype == "int16" else dtype)
+        for x in each:
+            assert found[f"{dtype}, {x}"] == np.clip(4 * accumulate * x, kind.min, kind.max), (
+                dtype,
+                x,
+            )

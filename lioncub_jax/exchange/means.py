@@ -25,6 +25,26 @@ def _is_float8(x: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
 
 
+def halves(x: jax.Array) -> jax.Array:
+    """Upper and lower bits of whole numbers, ``[..., 2]``, to add thousands of them; floats as they are."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    half = 4 * x.dtype.itemsize
+    return jnp.stack([x >> half, x & (2**half - 1)], -1)
+
+
+def of_halves(sums: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Sums of `halves` as numbers; one beyond its dtype is the largest, or the least, that this holds."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return sums
+    half, kind = 4 * dtype.itemsize, jnp.iinfo(dtype)
+    least, most = dtype.type(kind.min), dtype.type(kind.max)
+    upper = sums[..., 0] + (sums[..., 1] >> half)
+    total = (upper << half) | (sums[..., 1] & (2**half - 1))
+    total = jnp.where(upper > most >> half, most, total)
+    return jnp.where(upper < least >> half, least, total)
+
+
 def merge_over_workers(x: jax.Array) -> jax.Array:
     """The mean of ``[workers, ...]``, in float32 at least; of whole numbers and bools the largest."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):

@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 
 from lioncub_jax.exchange import bits, scopes
 from lioncub_jax.exchange.compilations import mark_vote
-from lioncub_jax.exchange.means import common_dtype
+from lioncub_jax.exchange.means import common_dtype, halves, of_halves
 from lioncub_jax.exchange.message import (
     VECTOR,
     Format,
@@ -242,8 +242,9 @@ def mean_over_workers(
 
 
 def sum_over_workers(tree: optax.Updates, axis: Axes) -> optax.Updates:
-    """Adds every leaf over the workers: for counts."""
-    return lax.psum(tree, axis)
+    """Adds every leaf over the workers, for counts; one beyond its dtype is the largest that this holds."""
+    sums = lax.psum(jax.tree.map(halves, tree), axis)
+    return jax.tree.map(lambda total, x: of_halves(total, x.dtype), sums, tree)
 
 
 def sum_of_floats(tree: Any, axis: Axes) -> Any:

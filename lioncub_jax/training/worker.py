@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax.exchange import wires
 from lioncub_jax.exchange.arguments import check_count
 from lioncub_jax.exchange.holders import exchanging_part
-from lioncub_jax.exchange.means import common_dtype
+from lioncub_jax.exchange.means import common_dtype, halves, of_halves
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.mesh.hosts import is_key
@@ -118,7 +118,10 @@ def _merge_parts(x: jax.Array) -> jax.Array:
     """A metric of all parts of a batch: inexact numbers averaged, whole ones added, arrays stacked."""
     if x.ndim > 1:
         return x
-    return jnp.mean(x) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.sum(as_count(x))
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.mean(x)
+    x = as_count(x)
+    return of_halves(jnp.sum(halves(x), 0, x.dtype), x.dtype)
 
 
 def reduce_results(
@@ -147,8 +150,9 @@ def reduce_results(
 
 
 def as_count(x: jax.Array) -> jax.Array:
-    """A whole number, or a bool as one, to be added: in 32 bits at least."""
-    return x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
+    """A number, or a bool as one, to be added: in 32 bits at least."""
+    wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.int32
+    return x if x.dtype.itemsize >= 4 else x.astype(wide)
 
 
 def join_results(
