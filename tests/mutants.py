@@ -257,7 +257,7 @@ MUTANTS = r"""
 
 # optimizers.py: sync optimizer chains baselines face contract
 = leaves that the mask leaves out decay too
-- optax.add_decayed_weights(weight_decay, checks.decay_mask(mask))
+- optax.add_decayed_weights(weight_decay, mask)
 + optax.add_decayed_weights(weight_decay)
 
 = which leaves are synced is not handed on
@@ -408,8 +408,8 @@ MUTANTS = r"""
 + t.astype(p.dtype)
 
 = of whole numbers that the parts of a batch count the largest is told
-- jnp.sum(as_count(x))
-+ jnp.max(as_count(x))
+- jnp.sum(halves(x), 0, x.dtype)
++ jnp.max(halves(x), 0)
 
 = all parts of a batch, and all local steps, draw the same random numbers
 - return one(carry, rows, jax.random.fold_in(rng, index))
@@ -440,8 +440,12 @@ MUTANTS = r"""
 
 # mesh/hosts.py: processes
 = hosts whose scalars differ train on
-- "scalars": [f"{name} = {np.asarray(key_words(x)).tolist()}"
-+ "scalars": [f"{name}"
+- f"{name} = {np.asarray(key_words(x)).tolist()}"
++ f"{name}"
+
+= a rate that a host sets by hand is compared with none
+- if calls & (calls - 1) == 0 or calls % 128 == 0:
++ if False:
 
 # mesh/hosts.py: processes
 = what each process has is sent to all, to be compared
@@ -633,12 +637,37 @@ MUTANTS = r"""
 
 # audit/replica_groups.py: compiled
 = a permute without pairs joins all devices
--     if pairs and ", source_target_pairs={}" in attributes:
+-     if pairs and ", source_target_pairs={}" in text:
 +     if False:
 
 = groups that are written transposed are read straight
 - .transpose(_numbers(order) if order else None)
 + .copy()
+
+# mesh/axes.py: sharding chains
+= the largest number says whether all are finite
+- jnp.all(jnp.isfinite(x)) for x
++ jnp.isfinite(jnp.max(jnp.abs(x))) for x
+
+# exchange/arguments.py: ranges
+= a beta that loses half of the numbers of a dtype is kept
+- .eps) / 2
++ .eps) / 4
+
+# exchange/momentum.py: optimizer
+= momentum that is fed is forgotten too
+- (g == 0) & (size <
++ (size <
+
+# exchange/means.py: training
+= a sum beyond its dtype wraps
+- jnp.where(upper > most >> half, most, total)
++ total
+
+# audit/compiled.py: compiled
+= short floats in words are whole numbers
+- if len(short) != 1 or any
++ if short or any
 
 # exchange/traced.py: bad_input
 = a transform that sorts runs on a slice

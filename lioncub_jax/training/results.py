@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import wires
 from lioncub_jax.exchange.means import common_dtype
+from lioncub_jax.mesh.axes import all_finite
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.training import graphs
 from lioncub_jax.training.arguments import Arguments, Role, as_static, is_array, opened
@@ -322,12 +323,12 @@ class Outside:
         # A worker with values that are not finite keeps floats in boxes, and leaves the mean of statistics.
         boxed = [i for i in by[Role.OWN] if old[i] is not None and self._leaf(i).boxed]
         boxed = [i for i in boxed if jnp.issubdtype(old[i].dtype, jnp.inexact)]
-        kept = _all_finite([results[i] for i in boxed])
+        kept = all_finite([results[i] for i in boxed])
         for i in boxed:
             results[i] = jnp.where(kept, results[i], old[i])
         wide = {i: results[i].astype(common_dtype(results[i], jnp.float32)) for i in by[Role.MEAN]}
         state = {i for i in wide if old[i] is not None}
-        finite = _all_finite([wide[i] for i in state])
+        finite = all_finite([wide[i] for i in state])
         sent = {i: jnp.where(finite, x, 0) if i in state else x for i, x in wide.items()}
         told = finite.astype(jnp.float32) if state else ()
         totals, present = wires.sum_of_floats((sent, told), axes)
@@ -350,10 +351,6 @@ class Outside:
         for i in by[Role.OWN]:
             results[i] = results[i][None]
         return results
-
-
-def _all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
-    return jnp.array([jnp.isfinite(x).all() for x in arrays]).all()
 
 
 def _words(name: str) -> set[str]:
