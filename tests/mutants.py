@@ -326,9 +326,11 @@ MUTANTS = r"""
 = updates on a mesh run where types do not say what differs
 - if not axes.tracked(workers.axes):
 + if axes.tracked(workers.axes):
+
+# exchange/mapped.py: face boxes sharding
 = what is empty is said to lie in parts
-- lambda spec, x: spec if x.size else P(), specs, state
-+ lambda spec, x: spec, specs, state
+- spec if x.size else P()
++ spec
 
 # training/control_flow.py: chains
 = what a branch makes by one worker's choice counts as agreed
