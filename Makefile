@@ -25,6 +25,10 @@ TPU_READY := $(VENV)/tpu/.ready
 LOG := requirements/log.txt
 LOG_READY := .venv-log/.ready-$(PY_VERSION)
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+# Launchers of the registry, in an environment that sees $(VENV); those of Debian with LAUNCHERS=1, as root.
+LAUNCHERS ?=
+LAUNCHERS_READY := .venv-launchers/.ready-$(PY_VERSION)
+DEBIAN := slurmctld slurmd slurm-client munge openmpi-bin mpich
 # The site; beside requirements/lock.txt, whose versions it keeps.
 DOCS := requirements/docs.txt
 DOCS_READY := $(VENV)/.docs-ready-$(PY_VERSION)
@@ -42,7 +46,7 @@ alone = $(PYTHON) -c 'import fcntl, os, sys; lock = os.open(".make.lock", os.O_C
 	fcntl.flock(lock, fcntl.LOCK_EX); os.set_inheritable(lock, True); os.execvp(sys.argv[1], sys.argv[1:])'
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long lint format docs docs-test oldest newest wheel-test bench lock clean
+.PHONY: help venv demo test test-long launchers lint format docs docs-test oldest newest wheel-test bench lock clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -112,6 +116,16 @@ test-long: $(READY) $(TPU_READY) $(LOG_READY) ## run what is left, for a release
 	JAX_PLATFORMS=cpu PYTHONPATH=$(CURDIR)/$(VENV)/tpu $(VENV)/bin/python $(PYTEST) -m tpu tests/test_ahead_of_time.py
 	$(VENV)/bin/python tests/mutants.py --jobs $(TEST_JOBS)
 
+$(LAUNCHERS_READY): $(READY) requirements/launchers.txt
+	$(VENV)/bin/python -m venv --clear .venv-launchers
+	$(VENV)/bin/python -c '$(SITE)' > "$$(.venv-launchers/bin/python -c '$(SITE)')/seen.pth"
+	.venv-launchers/bin/python $(PIP_INSTALL) -r requirements/launchers.txt
+	@touch $@
+
+launchers: $(READY) $(if $(LAUNCHERS),$(LAUNCHERS_READY)) ## train by the launchers that are here (LAUNCHERS=1, as root, installs all)
+	$(if $(LAUNCHERS),apt-get update && apt-get install --yes --no-install-recommends $(DEBIAN))
+	$(VENV)/bin/python benchmarks/launchers.py
+
 lint: $(READY) ## check style, formatting and types
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
@@ -177,6 +191,6 @@ lock: ## resolve requirements/lock.txt anew
 		--custom-compile-command "make lock" --quiet --output-file $(DOCS)
 
 clean: ## remove environments, caches and builds; runs/ stays
-	rm -rf .make.lock .venv .venv-oldest .venv-newest .venv-wheel .venv-lock .venv-log build dist *.egg-info
+	rm -rf .make.lock .venv .venv-oldest .venv-newest .venv-wheel .venv-lock .venv-log .venv-launchers build dist *.egg-info
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,6 +10,8 @@ folder receives metrics.jsonl and sample.txt. examples/README.md tells of cluste
 """
 
 import argparse
+import contextlib
+import signal
 import sys
 import time
 from typing import Any
@@ -26,7 +28,12 @@ from rich.console import Console
 import lioncub_jax as lc
 
 
-def main(argv: list[str] | None = None) -> None:
+def by_signals() -> contextlib.AbstractContextManager:
+    """Of clusters and launchers that ask a program to stop, such as Open MPI by SIGUSR1."""
+    return lc.stop_on_sigterm(signals=(signal.SIGTERM, signal.SIGUSR1))
+
+
+def main(argv: list[str] | None = None, asks: saving.Asks = by_signals) -> None:
     began = time.perf_counter()
     parser = options.make_parser(__doc__)
     args = parser.parse_args(argv)
@@ -42,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(str(error))
     try:
         with saving.opened(args, layout) as checkpoints:
-            train(args, text, layout, checkpoints, began)
+            train(args, text, layout, checkpoints, began, asks)
     except saving.Refused as error:
         parser.error(str(error))
     except KeyboardInterrupt:
@@ -51,8 +58,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(
-    args: argparse.Namespace, text: corpus.Corpus, layout: Layout, checkpoints: Any, began: float
-) -> None:
+    args: argparse.Namespace, text: corpus.Corpus, layout: Layout, checkpoints: Any, began: float,
+    asks: saving.Asks,
+) -> None:  # fmt: skip
     console = Console(markup=False, highlight=False, quiet=not processes.is_first())
     devices = f"{layout.describe()}, {jax.process_count()} processes on {jax.default_backend()}"
     console.print(f"{devices}; compiling the step", soft_wrap=True)
@@ -60,7 +68,7 @@ def train(
     report.introduce(console, run)
     metrics = report.MetricsFile(args.out, processes.is_first())
     before = metrics.begin(run, {"config": options.as_json(args), **report.environment(layout)})
-    with saving.during(run, checkpoints, args.save_every) as stops, lc.mesh.end_on_error():
+    with saving.during(run, checkpoints, args.save_every, asks) as stops, lc.mesh.end_on_error():
 
         def follow(row: training.Row) -> None:
             metrics.write("step", row._asdict())

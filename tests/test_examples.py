@@ -4,6 +4,7 @@ import functools
 import importlib
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -244,10 +245,47 @@ LAUNCH = EXAMPLES / "launch"
 
 @pytest.mark.parametrize("path", sorted(LAUNCH.iterdir()), ids=lambda path: path.name)
 def test_launch_files_use_options_that_go_together(path):
-    if path.suffix != ".yaml":
+    """Real launchers run them in `make launchers`."""
+    text = path.read_text()
+    if path.suffix in (".sh", ".sbatch"):
         subprocess.run(["bash", "-n", path], check=True)
-    said = path.read_text().partition("train_gpt.py")[2].partition("/results")[0] + "/results"
-    known = said.replace("$MESH", "data=8,group=4").replace('"$JOB_COMPLETION_INDEX"', "3")
-    args = options.make_parser(train_gpt.__doc__).parse_args(known.replace("\\\n", " ").split())
+    if path.name == "again.sh":
+        return
+    told = re.search(r"(--distributed|--coordinator).*?--out \S+", text, re.S)[0]
+    for name, value in {
+        "$MESH": "data=8,group=4", "{NODES}": "4", "{max(1, GPUS)}": "8",
+        "${HOSTS%%,*}:${PORT:-1234}": "h:1", "$ADDRESS": "h:1", "$HOSTS": "4", "$INDEX": "3",
+        '"': "", "\\\n": " ",
+    }.items():  # fmt: skip
+        told = told.replace(name, value)
+    args = options.make_parser(train_gpt.__doc__).parse_args(told.split())
     options.settle(args)
-    assert args.resume and args.checkpoint and math.prod(args.mesh.values()) == 32
+    assert args.resume and args.checkpoint and args.stopped_status == 75
+    assert args.mesh["data"] == 8 if "MESH" in text else args.mesh["data"] == 4
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "starts"),
+    [("0", 0, 1), ("75", 75, 1), ("1 137 0", 0, 3), ("1 1 1 1", 1, 3), ("9 9 9", 9, 3)],
+)
+def test_a_command_starts_again_until_three_strikes(tmp_path, ends, status, starts):
+    script = f'echo >> starts; exit $(echo {ends} | cut -d" " -f $(wc -l < starts))'
+    done = subprocess.run(["bash", LAUNCH / "again.sh", "bash", "-c", script], cwd=tmp_path)
+    assert done.returncode == status
+    assert len((tmp_path / "starts").read_text()) == starts
+
+
+@pytest.mark.parametrize("signals", [{}, {"ASK": "USR1"}])
+def test_a_command_that_is_asked_to_stop_has_time_to_save_and_does_not_start_again(
+    tmp_path, signals
+):
+    script = f"""trap 'sleep 0.3; touch saved; exit 3' {signals.get("ASK", "TERM")}
+    echo up; while true; do sleep 0.05; done"""
+    with subprocess.Popen(
+        ["bash", LAUNCH / "again.sh", "bash", "-c", script], cwd=tmp_path, env=os.environ | signals,
+        stdout=subprocess.PIPE,
+    ) as run:  # fmt: skip
+        assert run.stdout.readline() == b"up\n"
+        run.terminate()
+        assert run.wait() == 3
+    assert (tmp_path / "saved").exists()

@@ -1,6 +1,7 @@
 """The benchmark of liars; and committed tables."""
 
 import ahead_of_time
+import launchers
 import liars
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from oracle import coding
 # --- What is committed
 
 
-@pytest.mark.parametrize("module", [liars, ahead_of_time])
+@pytest.mark.parametrize("module", [liars, ahead_of_time, launchers])
 def test_a_committed_table_is_that_of_the_committed_rows(module):
     """If not: run the module, which writes it."""
     page = module.DOCUMENT.read_text()

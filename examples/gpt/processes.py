@@ -19,7 +19,7 @@ def start(args: argparse.Namespace, sizes: dict[str, int] | None) -> None:
         )
     if not args.distributed:
         jax.config.update("jax_num_cpu_devices", devices // processes)
-    if args.distributed or args.coordinator or args.processes:
+    if args.distributed or {args.coordinator, args.processes, args.process} != {None}:
         lc.mesh.join(
             args.coordinator, args.processes, args.process,
             # Seconds to wait for a process that says nothing, and to end after an error.

@@ -9,6 +9,8 @@ from gpt.meshes import Layout
 from gpt.training import Run
 
 Stops = Callable[[lc.StepState, int, bool], bool]  # (state, step, is the last) -> stop now
+# A context of a function: step -> was any process asked to stop.
+Asks = Callable[[], contextlib.AbstractContextManager[Callable[[int], bool]]]
 
 
 class Refused(ValueError):
@@ -51,12 +53,12 @@ def resumed(run: Run, checkpoints: lc.Checkpoints | None, steps: int) -> Run:
 
 
 @contextlib.contextmanager
-def during(run: Run, checkpoints: lc.Checkpoints | None, every: int) -> Iterator[Stops]:
-    """Saves every so many steps; after SIGTERM at once, and then the run is to stop."""
+def during(run: Run, checkpoints: lc.Checkpoints | None, every: int, asks: Asks) -> Iterator[Stops]:
+    """Saves every so many steps; when it is asked to stop at once, and then the run is to stop."""
     if checkpoints is None:
         yield lambda state, step, is_last: False
         return
-    with lc.stop_on_sigterm() as stopping:
+    with asks() as stopping:
 
         def stops(state: lc.StepState, step: int, is_last: bool) -> bool:
             stop = stopping(step)

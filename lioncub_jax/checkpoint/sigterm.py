@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
@@ -12,7 +12,9 @@ from lioncub_jax.mesh.hosts import any_process
 
 
 @contextlib.contextmanager
-def stop_on_sigterm(every: int = 10) -> Iterator[Callable[[int], bool]]:
+def stop_on_sigterm(
+    every: int = 10, *, signals: Sequence[int] = (signal.SIGTERM,)
+) -> Iterator[Callable[[int], bool]]:
     """Lets a run end at a step of its own when it is asked to stop, as clusters do before they take over.
 
     Args:
@@ -20,6 +22,8 @@ def stop_on_sigterm(every: int = 10) -> Iterator[Callable[[int], bool]]:
         until the devices have done all steps given to them, so at every step the devices would idle
         while the host prepares the next; ``every`` steps must fit into the time between SIGTERM and
         the kill. A single process knows at once.
+      signals: others in place of SIGTERM or beside it, such as SIGUSR1, which Open MPI passes on; after
+        SIGTERM it kills at once.
 
     Returns:
       A context manager of ``stopping(step)``: whether SIGTERM has come, to any process. All get the
@@ -30,7 +34,7 @@ def stop_on_sigterm(every: int = 10) -> Iterator[Callable[[int], bool]]:
     Raises:
       ValueError: outside the main thread, where Python takes no signals, or ``every`` below 1.
 
-    Enter it after ``jax.distributed.initialize``, which has a handler of its own.
+    Enter it after `lioncub_jax.mesh.join`, which has a handler of its own.
 
     Example:
       >>> from lioncub_jax.checkpoint import stop_on_sigterm
@@ -44,7 +48,8 @@ def stop_on_sigterm(every: int = 10) -> Iterator[Callable[[int], bool]]:
     check_count(f"every={every!r}", every)
     if threading.current_thread() is not threading.main_thread():
         raise ValueError(
-            "stop_on_sigterm: Python takes signals in the main thread only; enter it there"
+            "stop_on_sigterm: Python takes signals in the main thread only; enter it there. Where a "
+            "launcher runs the loop in a thread, ask the launcher: ray.train.get_preemption_info()"
         )
     asked = agreed = left = False
 
@@ -55,7 +60,8 @@ def stop_on_sigterm(every: int = 10) -> Iterator[Callable[[int], bool]]:
             put_back()
 
     def put_back() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def stopping(step: int) -> bool:
         nonlocal agreed
@@ -63,7 +69,7 @@ def stop_on_sigterm(every: int = 10) -> Iterator[Callable[[int], bool]]:
             agreed = any_process(asked)
         return agreed
 
-    before = signal.signal(signal.SIGTERM, take)
+    before = {number: signal.signal(number, take) for number in signals}
     try:
         yield stopping
     finally:

@@ -78,7 +78,7 @@ def _says_that_it_waits(seconds: float) -> Iterator[None]:
         print(
             f"process {jax.process_index()} has waited {seconds:.0f} s for the other processes: one is "
             "slow or has died. If it died, JAX ends all when its heartbeats are late "
-            "(heartbeat_timeout_seconds of jax.distributed.initialize); start all again from the newest "
+            "(heartbeat_timeout_seconds of lc.mesh.join); start all again from the newest "
             "checkpoint",
             file=sys.stderr, flush=True,
         )  # fmt: skip

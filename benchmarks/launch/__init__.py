@@ -1,0 +1,1 @@
+"""Clusters on one machine, for `benchmarks/launchers.py`."""
