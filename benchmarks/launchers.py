@@ -115,7 +115,8 @@ class Slurm(Shells):
         return Job(folder, environment)
 
     def ask(self, run: Run, environment: dict[str, str]) -> None:
-        Job.submitted("--partition=urgent", "--wrap=true", environment=environment)
+        words = "--partition=urgent", "--wrap=true", "--output=/dev/null"
+        Job.submitted(*words, environment=environment)
 
 
 class Job(Run):

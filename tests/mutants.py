@@ -557,6 +557,23 @@ MUTANTS = r"""
 - order += [*(n + names.index(a) for a in over), n + len(names) + d]
 + order += [n + len(names) + d, *(n + names.index(a) for a in over)]
 
+# mesh/start.py: start
+= steps of one job of Slurm share a port
+- FIRST_PORT + (16 * job + step) % NUM_PORTS
++ FIRST_PORT + 16 * job % NUM_PORTS
+
+= who shares a node takes all of its GPUs
+- len(shown) < count) else [rank]
++ len(shown) < count) else []
+
+= another number of processes than Slurm has tasks is nobody's mistake
+- tasks not in (-1, x[1])
++ tasks is None
+
+= of two launchers that contradict each other the first is believed
+- x != there[first] or
++
+
 # baselines/compression.py: baselines contract dgc powersgd
 = leaves that are cut travel in one message with those that are not
 - groups.setdefault(axes.varying_axes(x), []).append(i)

@@ -833,6 +833,11 @@ def test_sigterm_is_told_to_the_loop_and_the_handler_is_put_back():
         signal.raise_signal(signal.SIGTERM)
         assert stopping(1) and stopping(2)
     assert signal.signal(signal.SIGTERM, before) is own
+    with stop_on_sigterm(signals=[signal.SIGTERM, signal.SIGUSR1]) as stopping:
+        assert not stopping(0)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stopping(1)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     refuses("every=0", lambda: stop_on_sigterm(0).__enter__())
     with ThreadPoolExecutor(1) as pool:
         refuses("main thread", pool.submit(lambda: stop_on_sigterm().__enter__()).result)
