@@ -511,7 +511,7 @@ MUTANTS = r"""
 
 # checkpoint/sigterm.py: checkpoint
 = the handler of signals of before is not put back
-- signal.SIG_DFL if before is None else before
+- signal.SIG_DFL if handler is None else handler
 + signal.SIG_DFL
 
 # checkpoint/sigterm.py: processes
