@@ -21,7 +21,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # The compiler of TPUs, which needs none; beside the environment, because JAX looks for chips where it finds it.
 TPU := requirements/tpu.txt
 TPU_READY := $(VENV)/tpu/.ready
-# Writers of logs, in an environment that sees $(VENV).
+# Writers of logs and a store of objects, in an environment that sees $(VENV).
 LOG := requirements/log.txt
 LOG_READY := .venv-log/.ready-$(PY_VERSION)
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
@@ -111,7 +111,7 @@ test: $(READY) ## run the tests and the doctests
 # bit must be so for them.
 test-long: $(READY) $(TPU_READY) $(LOG_READY) ## run what is left, for a release: long tests, other flags, a TPU's compiler
 	$(VENV)/bin/python $(PYTEST) -m long
-	PYTHONPATH=$(CURDIR) .venv-log/bin/python $(PYTEST) -m long tests/test_logging.py
+	PYTHONPATH=$(CURDIR) .venv-log/bin/python $(PYTEST) -m long tests/test_logging.py tests/test_store.py
 	XLA_FLAGS= $(VENV)/bin/python $(PYTEST) -m '' $(EQUALITY)
 	JAX_PLATFORMS=cpu PYTHONPATH=$(CURDIR)/$(VENV)/tpu $(VENV)/bin/python $(PYTEST) -m tpu tests/test_ahead_of_time.py
 	$(VENV)/bin/python tests/mutants.py --jobs $(TEST_JOBS)

@@ -296,7 +296,8 @@ def restored(tmp_path_factory):
         opt_states = {name: state for name, (_, state) in parts.items()}
         return lc.StepState(jnp.int32(step), params, (), opt_states, jax.random.key(key))
 
-    with lc.Checkpoints(tmp_path_factory.mktemp("saved"), workers="data") as checkpoints:
+    workers = runs[SAVED[0]].workers
+    with lc.Checkpoints(tmp_path_factory.mktemp("saved"), workers=workers) as checkpoints:
         checkpoints.save(state({name: run.at for name, run in runs.items()}, 3, 1), wait=True)
         like = state({name: run.first for name, run in runs.items()}, 0, 0)
         found = checkpoints.restore(like).state
@@ -358,12 +359,14 @@ def test_one_who_goes_on_alone_pays_what_several_workers_still_owe(tmp_path):
     def apart(done):
         return ({n: x[part] for n, x in done.items()} for part in range(2))
 
-    (state, update), (like, alone) = first(workers_on("data=3")), first(workers_on("data=1"))
+    three, one = workers_on("data=3"), workers_on("data=1")
+    (state, update), (like, alone) = first(three), first(one)
     before, states = apart(update(numbers(1, WORKERS), state.opt_state))
     mean = {k: g.mean(0) for k, g in numbers(1, WORKERS).items()}
     total = jax.tree.map(lambda *x: sum(x), mean, numbers(2), numbers(3))
-    with lc.Checkpoints(tmp_path, workers="data") as checkpoints:
-        checkpoints.save(state._replace(opt_state=states), wait=True)
+    with lc.Checkpoints(tmp_path, workers=three) as checkpoints:
+        checkpoints.save(state._replace(opt_state=states))
+    with lc.Checkpoints(tmp_path, workers=one) as checkpoints:
         for rule in ("mean", "keep"):
             paid, states = before, checkpoints.restore(like, on_resize=rule).state.opt_state
             for seed in (2, 3):

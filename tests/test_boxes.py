@@ -115,11 +115,13 @@ def test_the_names_of_boxes_have_the_workers_in_front():
 
 def test_a_boxed_state_is_saved_and_moves_to_other_workers(tmp_path):
     state = linen_steps(workers_of(), linen_state(workers_of(), OWNER)[0])
-    like, _ = linen_state(workers_of("fsdp=2 data=2 tp=2"), OWNER)
-    with lc.Checkpoints(tmp_path, workers="data") as checkpoints:
-        checkpoints.save(state, wait=True)
+    other = workers_of("fsdp=2 data=2 tp=2")
+    like, _ = linen_state(other, OWNER)
+    with lc.Checkpoints(tmp_path, workers=workers_of()) as checkpoints:
+        checkpoints.save(state)
+        checkpoints.wait()
         same = checkpoints.restore(state).state
-        found = checkpoints.restore(like).state
+    found = lc.Checkpoints(tmp_path, workers=other).restore(like).state
     assert jax.tree.structure(same) == jax.tree.structure(state)
     for kept in (same, found):
         assert_same(kept.params, state.params)

@@ -36,13 +36,20 @@ from test_replicas import damaged
 
 import lioncub_jax as lc
 from lioncub_jax.checkpoint import files, stop_on_sigterm
-from lioncub_jax.checkpoint.layout import paths_of
 from lioncub_jax.exchange.layout import Flat
 from lioncub_jax.mesh import hosts as processes
 
 SECONDS = 600  # until something hangs
 SEED = 2026
-checkpoints_in = functools.partial(lc.Checkpoints, workers="data")
+
+
+def paths_of(tree):
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(tree)}
+
+
+def checkpoints_in(folder, count, **options):
+    """Those of a run of so many workers."""
+    return lc.Checkpoints(folder, workers=workers_of(count), **options)
 
 
 def workers_of(count, inner=1, names=("data", "fsdp"), group=None):
@@ -367,108 +374,97 @@ def differ(folder):
     with jax.enable_x64(last):
         assert processes.gathered_json(jax.process_index()) == [0, 1]
     state = {"step": 0, "params": lc.init_state(tx, params, workers).params, "number": float(last)}
-    told = re.escape("state['number'] is labelled one value and differs between devices 0")
-    with (
-        checkpoints_in(folder / "differ") as saved,
-        pytest.raises(ValueError, match=told),
-    ):
+    told = re.escape("state.number (one of 1) is labelled one value and differs between devices 0")
+    with checkpoints_in(folder / "differ", 4) as saved:
         saved.save(state)
+        with pytest.raises(ValueError, match=told):
+            saved.wait()
 
 
 def other_workers(folder):
     """On four what one process saved of eight; and what one process is to read."""
     first = first_state(workers_of(4))
-    with checkpoints_in(folder / "of-8") as checkpoints:
+    with checkpoints_in(folder / "of-8", 4) as checkpoints:
         assert_half_as_many(checkpoints.restore(first))
-    with checkpoints_in(folder / "of-4") as checkpoints:
+    with checkpoints_in(folder / "of-4", 4) as checkpoints:
         checkpoints.save(numbered(first, 5), {"next": 6})
 
 
-def raises(error):
-    def act(*args):
-        raise error
-
-    return act
-
-
 def agree(folder):
-    """A disk that fails once, in one process; a folder that cannot be made; and what is damaged."""
+    """A disk that fails once, in one process; one that took nothing, in the first; and what is damaged."""
     first, index = first_state(workers_of(4)), jax.process_index()
     folder = folder / "agree"
-    with checkpoints_in(folder) as checkpoints:
+    with checkpoints_in(folder, 4) as checkpoints:
         for step in (1, 2):
             checkpoints.save(numbered(first, step), {"step": step}, wait=True)
-        read, failed = files.read_array, OSError(errno.EIO, "once")
-        failures = [failed] * index
+        read, failed = files.read, OSError(errno.EIO, "once")
 
-        def fails_once(*args):
-            if failures:
-                raise failures.pop()
-            return read(*args)
+        def fails(*args):
+            raise failed
 
-        files.read_array = fails_once
-        with pytest.raises((OSError, RuntimeError)) as caught:
+        files.read = fails if index else read
+        with pytest.raises(OSError, match="once") as caught:
             checkpoints.restore(first)
-        said = "2 was not read.*: another process failed, and its error says why"
-        assert caught.value is failed if index else re.search(said, str(caught.value))
+        files.read = read
+        assert (caught.value is failed) == bool(index)
         assert checkpoints.restore(first).step == 2
-        make, taken = files.begin, OSError(errno.EROFS, "Read-only file system")
-        files.begin = raises(taken)  # in process 0 alone it is called
-        why = re.escape(f"checkpoint {folder / '7'} was not written (Read-only file system)")
+        write, files.write = files.write, fails  # in process 0 alone it is called
+        checkpoints.save(numbered(first, 7))
+        began = time.monotonic()
+        why = re.escape(
+            f"checkpoint {folder / '7'} was not written ([Errno 5] once), and those before"
+        )
         with pytest.raises(OSError, match=why):
-            checkpoints.save(numbered(first, 7), wait=True)
-        files.begin = make
+            checkpoints.wait()
+        assert time.monotonic() - began < 30
+        files.write = write
+        assert checkpoints.steps() == [1, 2]
         if index == 0:
-            (folder / "2" / "about.json").write_text("{}")
+            (folder / "2" / files.ABOUT).write_text("{}")
         multihost_utils.sync_global_devices("damaged")
         with pytest.warns(UserWarning, match="2 is damaged"):
             assert checkpoints.restore(first).step == 1
         checkpoints.save(numbered(first, 2), {"step": 2}, wait=True)
-        assert checkpoints.steps() == [1, 2] and (folder / "2.damaged").is_dir()
+        assert checkpoints.steps() == [1, 2] and list(folder.glob("2.abandoned-*"))
         assert_holds(checkpoints.restore(first).state, 2)
 
 
 def refuse(folder):
-    """A disk that takes nothing more from one process, for a while."""
+    """A disk that takes nothing more from one process, for a while: all say the same, and soon."""
     first, mine = first_state(workers_of(4)), jax.process_index() == 1
     folder = folder / "refuse"
-    with checkpoints_in(folder, timeout=5) as checkpoints:
+    with checkpoints_in(folder, 4) as checkpoints:
         checkpoints.save(numbered(first, 1), wait=True)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if mine:
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        began = time.monotonic()
         checkpoints.save(numbered(first, 2))
-        with pytest.raises(OSError) as caught:
+        with pytest.raises(OSError, match="2 was not written") as caught:
             checkpoints.save(numbered(first, 3))
+        assert time.monotonic() - began < 30
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        why = (
-            "File too large" if mine else "process 1 did not write its part, and its error says why"
-        )
-        assert str(caught.value) == (
-            f"checkpoint {folder / '2'} was not written ({why}), and those before it stay: free or mend "
-            "that disk, and start again from the newest"
-        )
+        print(f"refused: {caught.value}", flush=True)
+        assert checkpoints.steps() == [1]
         checkpoints.save(numbered(first, 4), wait=True)
         assert checkpoints.steps() == [1, 4]
         assert_holds(checkpoints.restore(first).state, 4)
 
 
 def alone(folder):
-    """Process 0 makes the checkpoints and saves, then both make them and it alone saves."""
+    """Process 0 alone makes the checkpoints and saves; then both make them, and it alone saves."""
     first, index = first_state(workers_of(4)), jax.process_index()
-    told = (rf"process {index} waited up to 1 s for all 2 processes.*\. Every process makes the "
-            r"Checkpoints of .* and calls their methods in the same order, not process 0")  # fmt: skip
-    if index == 0:
-        with pytest.raises(TimeoutError, match=f"save: {told}"):
-            checkpoints_in(folder / "alone", timeout=1).save(numbered(first, 1))
-    multihost_utils.sync_global_devices("alone")
-    with (
-        pytest.raises(TimeoutError, match=f"{'close' if index else 'save'}: {told}"),
-        checkpoints_in(folder / "together", timeout=1) as saved,
-    ):
-        if index == 0:
-            saved.save(numbered(first, 1))
-    assert not (folder / "alone").exists() and not (folder / "together").exists()
+    told = (r"save: process 0 waited up to 1 s for all 2 processes.*\. Every process makes the Checkpoints "
+            r"of .* and calls their methods in the same order, not process 0")  # fmt: skip
+    for run in ("alone", "together"):
+        with checkpoints_in(folder / run, 4, timeout=1) as saved:
+            if run == "together":
+                saved.steps()
+            if index == 0:
+                with pytest.raises(TimeoutError, match=told):
+                    saved.save(numbered(first, 1))
+        multihost_utils.sync_global_devices(run)
+        assert not (folder / run).exists()
 
 
 def heal(folder):
@@ -486,31 +482,25 @@ def heal(folder):
 
 def stop(folder):
     """Until one is told to stop: the same step for all. The other is told when both have saved."""
-    first, heard = first_state(workers_of(4)), []
-
-    def hear(number, frame):
-        heard.append(number)
-
-    before = signal.signal(signal.SIGTERM, hear)
-    with checkpoints_in(folder / "stop") as saved, stop_on_sigterm() as stopping:
+    first = first_state(workers_of(4))
+    with checkpoints_in(folder / "stop", 4) as saved, stop_on_sigterm() as stopping:
         for i in itertools.count(1):
             if i == 3:
                 (folder / f"ready-{jax.process_index()}").touch()
             if stopping(i):
+                assert stopping(i)
                 saved.save(numbered(first, i))
                 break
             time.sleep(0.002)
-    assert i % 10 == 0  # asked at these steps only
     (folder / f"saved-{jax.process_index()}").touch()
     until((folder / "all told").exists, [])
-    assert signal.signal(signal.SIGTERM, before) is hear and not heard
     print(f"stopped after {i}", flush=True)
 
 
 def loop(folder):
     """Saves without end."""
     first = first_state(workers_of(2))
-    with checkpoints_in(folder, keep=2) as checkpoints:
+    with checkpoints_in(folder, 2, keep=2) as checkpoints:
         start = max(checkpoints.steps(), default=0) + 1
         for i in range(start, 10**9):
             checkpoints.save(numbered(first, i), {"step": i}, wait=i == start)
@@ -596,7 +586,7 @@ def run_all(program, tasks, processes, folder, act=lambda children: None):
 def pair(tmp_path_factory):
     """The folder of two processes, and what they said."""
     folder = tmp_path_factory.mktemp("pair")
-    with checkpoints_in(folder / "of-8") as checkpoints:
+    with checkpoints_in(folder / "of-8", 8) as checkpoints:
         checkpoints.save(numbered(first_state(workers_of(8)), 5), {"next": 6})
 
     def tell(children):
@@ -657,15 +647,20 @@ def test_processes_with_other_numbers_of_devices_are_named(monkeypatch):
 
 
 def test_one_process_reads_what_two_saved(pair):
-    with checkpoints_in(pair[0] / "of-4") as checkpoints:
+    with checkpoints_in(pair[0] / "of-4", 4) as checkpoints:
         assert_holds(checkpoints.restore(first_state(workers_of(4))).state, 5)
+    with checkpoints_in(pair[0] / "of-4", 2) as checkpoints:
         assert_half_as_many(checkpoints.restore(first_state(workers_of(2))))
+
+
+def test_a_save_that_fails_in_one_process_is_told_by_all_in_one_sentence(pair):
+    first, second = (re.findall("refused: (.*)", text) for text in pair[1])
+    assert first == second and len(first) == 1 and "those before it stay" in first[0]
 
 
 def test_processes_told_to_stop_save_at_one_step(pair):
     (step,) = {int(re.search(r"stopped after (\d+)", text)[1]) for text in pair[1]}
-    with checkpoints_in(pair[0] / "stop") as checkpoints:
-        assert checkpoints.steps() == [step]
+    assert checkpoints_in(pair[0] / "stop", 4).steps() == [step]
 
 
 @pytest.mark.parametrize(("kills", "reads"), [(1, 6), pytest.param(20, 3, marks=pytest.mark.long)])
@@ -678,8 +673,7 @@ def test_whoever_reads_beside_a_run_and_whenever_it_is_killed_its_newest_is_whol
     folder, like, newest = tmp_path / "checkpoints", first_state(workers_of(2)), 0
 
     def read():
-        with checkpoints_in(folder) as checkpoints:
-            found = checkpoints.restore(like)
+        found = checkpoints_in(folder, 2).restore(like)
         assert found.data == {"step": found.step}
         assert_holds(found.state, found.step)
         return found.step
@@ -699,10 +693,8 @@ def test_whoever_reads_beside_a_run_and_whenever_it_is_killed_its_newest_is_whol
         finally:
             kill([child])
         newest = read()
-        with checkpoints_in(folder) as checkpoints:
-            assert newest == checkpoints.steps()[-1]
-    with checkpoints_in(folder) as checkpoints:
-        checkpoints.save(numbered(like, newest + 1))
+        assert newest == checkpoints_in(folder, 2).steps()[-1]
+    checkpoints_in(folder, 2).save(numbered(like, newest + 1))
     assert not list(folder.glob("*.*"))  # the halves that were being written are gone
 
 

@@ -115,7 +115,7 @@ class Replicas:
         paths, tree = jax.tree_util.tree_flatten_with_path(state)
         leaves = {jax.tree_util.keystr(path): x for path, x in paths}
         shared = {path: key_words(x) for path, x in leaves.items() if self._is_shared(path, x)}
-        for path, copies in checksum.copies(shared).items():
+        for path, copies in checksum.copies(shared)().items():
             if (copies.sums == copies.sums[0]).all():
                 continue
             step = int(getattr(state, "step", self._calls))

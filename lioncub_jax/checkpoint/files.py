@@ -1,442 +1,267 @@
-"""Files of a checkpoint: the bytes of its arrays, and a sealed description.
+"""Leaves in files of orbax, with a description and checksums beside them.
 
-A folder ``<step>`` has a file ``<process>.arrays`` of each process that saved, and ``about.json``. Until
-all of it was read back it is unfinished and called ``<step>.<12 hex digits>.part``; then it gets its name.
-So every reader sees whole checkpoints only, and has nothing to clean up. What is to be deleted is called
-``.gone`` first, which any process that saves may delete.
+A step is a folder of ``orbax.checkpoint.CheckpointManager``. Its item ``state`` has the leaves, for any
+program of orbax. ``about.lioncub`` is ours, because orbax restores a changed bit without a word.
 """
 
-import collections
 import contextlib
-import errno
-import fcntl
-import hashlib
-import itertools
 import json
-import math
 import os
 import re
-import shutil
-import uuid
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
 
-from lioncub_jax.checkpoint import tiles
-from lioncub_jax.checkpoint.layout import ArrayInfo
-from lioncub_jax.checkpoint.schema import parse
-from lioncub_jax.checkpoint.tiles import Index, index_of, shape_of
+from lioncub_jax.checkpoint.convert import Damaged, Leaves, restored
+from lioncub_jax.checkpoint.names import named, nested
+from lioncub_jax.mesh.checksum import host_checksum
+from lioncub_jax.mesh.placement import Workers
 
-FORMAT = 4  # 1 to 3: versions 0.1 to 0.3, by orbax
-ABOUT, ARRAYS, LOCK = "about.json", ".arrays", "lock"
-PART, GONE = ".part", ".gone"
-BLOCK = 1 << 24  # bytes that are compared at a time
-_STEP = re.compile("0|[1-9][0-9]*")
-_UNFINISHED = re.compile(rf"({_STEP.pattern})\.[0-9a-f]{{12}}(\{PART}|\{GONE})")
-_OURS = re.compile(rf"({_STEP.pattern})(\.(damaged|abandoned)(-[0-9]+)?|\.orbax-checkpoint-tmp.*)?")
-_OF_SYSTEMS = {"lost+found", "@eaDir"}  # beside names that begin with a dot
+FORMAT = 5  # 1 to 4: versions 0.1 to 0.4
+ABOUT, STATE = "about.lioncub", "state"
+RULES = ("mean", "keep")
+PART = 2**25  # bytes that are read back at once, and whole leaves
+_KINDS: tuple[Any, ...] = (dict, list, tuple)
+# No type of orbax's errors tells damage from a disk or a network that fails, but these words do.
+_FAILS = re.compile(
+    "OS error|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|ABORTED"
+)
 
 
-class Damaged(ValueError):
-    """A checkpoint that is not as it was written.
+def restore(
+    item: str | os.PathLike[str], like: Any, workers: Workers, *, on_resize: str = "mean"
+) -> Any:
+    """Reads a `portable` state that any program saved by orbax, onto any mesh and any number of workers.
 
-    A checksum or a seal does not match, it has the name of another step, a file is missing or too short,
-    and no disk, device or memory says that it failed.
+    Args:
+      item: the folder of the item, such as ``manager.directory / "100" / "default"``.
+      like: a fresh state of the kind that was saved, on the present mesh, such as that of
+        `init_state`; or a ``ShapeDtypeStruct`` with its sharding for each array. What lies on no mesh comes
+        back as the same everywhere.
+      workers: the workers, on that mesh.
+      on_resize: for another number of workers. ``"mean"``: all get the mean over the workers there were.
+        ``"keep"``: workers that survive keep what is theirs, and newcomers get the mean.
+
+    Returns:
+      A state like ``like``.
+
+    Raises:
+      Damaged: a ``ValueError``, where a leaf cannot be read. Checksums are compared by
+        ``lc.Checkpoints`` alone.
+      ValueError: for leaves of another model or optimizer.
+      Exception: a file, a permission or the memory that fails is raised as it is.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, lioncub_jax as lc, orbax.checkpoint as ocp
+      >>> workers = lc.Workers.one_per_device()
+      >>> state = lc.init_state(lc.lion_cub(1e-3, workers=workers), {"w": jnp.ones(3)}, workers)
+      >>> folder = tempfile.mkdtemp() + "/item"
+      >>> ocp.PyTreeCheckpointer().save(folder, lc.checkpoint.portable(state, workers))
+      >>> lc.checkpoint.restore(folder, state, workers).params["w"].shape
+      (3,)
+
+    Source: this library.
     """
+    check_rule(on_resize)
+    folder = epath.Path(item)
+    if not folder.exists():
+        raise FileNotFoundError(f"there is no folder {folder}")
+    with damage("its description"):
+        tree = ocp.PyTreeCheckpointHandler().metadata(folder).tree
+    leaves = named(tree, lambda x: hasattr(x, "shape"))
+    saved = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in leaves}
+    return restored(like, workers, saved, lambda x: read(folder, x), on_resize == "keep")
 
 
-Place = tuple[
-    int, int, Index
-]  # of a tile: the process that writes it, its first byte in that file, the part
-Tiles = dict[str, Sequence[Place]]  # of each array
+def check_rule(on_resize: str) -> None:
+    """Raises ``ValueError`` unless it is a rule for another number of workers."""
+    if on_resize not in RULES:
+        raise ValueError(f"on_resize={on_resize!r}: give one of {', '.join(map(repr, RULES))}")
 
 
-class Description(NamedTuple):
-    """The content of ``about.json``.
-
-    Attributes:
-      step: the name of the folder.
-      metric: what `Checkpoints.save` was given, a number.
-      data: likewise, anything JSON can hold.
-      leaves: by name, with checksums.
-      tiles: by the names of the leaves.
-    """
-
-    step: int
-    metric: float | None
-    data: Any
-    leaves: dict[str, ArrayInfo]
-    tiles: Tiles
-
-
-# --- Folders
-
-
-class Listing(NamedTuple):
-    """The entries of a folder of checkpoints.
-
-    Attributes:
-      steps: the steps with a checkpoint, in order.
-      unfinished: names of folders that are being written or deleted, or were when their process ended.
-      others: names that are not a checkpoint's.
-    """
-
-    steps: list[int]
-    unfinished: list[str]
-    others: list[str]
-
-
-def listing(directory: Path) -> Listing:
-    """Lists a folder by names only: one call of the system for many entries."""
-    entries = Listing([], [], [])
-    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as scanned:  # not made yet
-        for entry in scanned:
-            name = entry.name
-            if _STEP.fullmatch(name) and entry.is_dir():
-                entries.steps.append(int(name))
-            elif _UNFINISHED.fullmatch(name):
-                entries.unfinished.append(name)
-            elif not (_OURS.fullmatch(name) or name.startswith(".") or name in _OF_SYSTEMS):
-                entries.others.append(name)
-    entries.steps.sort()
-    return entries
-
-
-def check_directory(directory: str | os.PathLike[str]) -> tuple[Path, list[int]]:
-    """The folder of a run, and the steps there; raises ``ValueError`` for what cannot be one."""
-    given = os.fspath(directory)
-    if not given:
-        raise ValueError("directory='' is no folder: give its name, or '.' for this one")
-    if re.match(r"[A-Za-z][\w+.-]*:/", given):
+def check_directory(given: str | os.PathLike[str]) -> epath.Path:
+    """The folder of a run; raises ``ValueError`` where orbax cannot write, or read what it wrote."""
+    text = os.fspath(given)
+    if not text or text.startswith("~"):
         raise ValueError(
-            f"directory={given!r} is a URL, and checkpoints are files of a folder: mount the store and "
-            "give the folder where it is mounted"
+            f"directory={text!r}: give the name of a folder, '.' for this one, and for ~, which only a "
+            "shell knows, os.path.expanduser(directory)"
         )
-    if given.startswith("~"):
+    if re.match(r"(?!gs://)[A-Za-z][\w+.-]*:/", text):
         raise ValueError(
-            f"directory={given!r} begins with ~, which only a shell knows: give "
-            f"os.path.expanduser({given!r})"
+            f"directory={text!r}: orbax saves to folders and to gs://: mount the bucket, and give the "
+            "folder where it is mounted"
         )
-    path = Path(given).absolute()
+    if re.search(r"\[.*\]|\\|[\ud800-\udfff]", text):
+        raise ValueError(
+            f"directory={text!r}: orbax cannot restore what it saves there: give a name without [..], "
+            "backslashes and bytes that are no text"
+        )
+    path = epath.Path(text if is_store(text) else os.path.abspath(text))
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file: give a folder for the checkpoints")
-    entries = listing(path)
-    if entries.others and not (entries.steps or entries.unfinished):
-        names = ", ".join(map(repr, sorted(entries.others)[:3]))
-        raise ValueError(
-            f"{path} is no folder of checkpoints, it holds {names}: give an empty folder, one that is not "
-            "there yet, or one with checkpoints"
-        )
-    return path, entries.steps
+    return path
 
 
-def set_aside(folder: Path, why: str) -> None:
-    """Renames a checkpoint to ``<step>.<why>``, so that its step is free; its readers may go on."""
-    for number in itertools.count(1):
-        other = Path(f"{folder}.{why}{f'-{number}' if number > 1 else ''}")
-        if not other.exists():
-            folder.rename(other)
-            return
+def is_store(path: Any) -> bool:
+    """True for a folder of an object store."""
+    return str(path).startswith("gs://")
 
 
-def remove(folder: Path) -> str:
-    """Deletes a checkpoint or an unfinished one; returns a warning where it cannot, else ""."""
+def steps_in(directory: epath.Path) -> list[int]:
+    """The steps that are complete, in order."""
+    if not directory.exists():
+        return []
+    return sorted(x.step for x in ocp.path.step.standard_name_format().find_all(directory))
+
+
+# --- Leaves
+
+
+def read(item: epath.Path, places: Leaves) -> dict[str, Any]:
+    """Reads leaves to where they shall lie, None for this host; `Damaged` names one that is unreadable."""
+    how = {
+        name: ocp.RestoreArgs(restore_type=np.ndarray) if x is None
+        else ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, strict=False)
+        for name, x in places.items()
+    }  # fmt: skip
+    plan = ocp.args.PyTreeRestore(
+        item=nested(dict.fromkeys(how, 0)), restore_args=nested(how), partial_restore=True
+    )
     try:
-        if folder.suffix == PART:
-            folder = folder.rename(folder.with_suffix(GONE))
-        elif folder.suffix != GONE:  # no reader shall see a part of it
-            folder = folder.rename(_unique(folder, GONE))
-        shutil.rmtree(folder)
-    except FileNotFoundError:
-        return ""  # another process was faster
-    except OSError as error:
-        return f"{folder} cannot be removed ({error}), and the next save tries again"
-    return ""
-
-
-def _unique(folder: Path, suffix: str) -> Path:
-    return Path(f"{folder}.{uuid.uuid4().hex[:12]}{suffix}")
-
-
-# --- Unfinished checkpoints
-
-
-def begin(folder: Path) -> tuple[Path, int]:
-    """Makes the unfinished folder of a checkpoint.
-
-    Returns:
-      The folder, and a lock on it that ends with this process.
-    """
-    while True:
-        # With this name until it has a lock: what a process leaves that dies before, any save deletes.
-        made = _unique(folder, GONE)
-        made.mkdir()
-        with contextlib.suppress(FileNotFoundError):  # another save was as fast as that
-            lock = _lock(made)
-            unfinished = made.with_suffix(PART)
-            made.rename(unfinished)
-            return unfinished, lock
-
-
-def _lock(unfinished: Path) -> int:
-    lock = os.open(unfinished / LOCK, os.O_CREAT | os.O_RDWR, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(lock, _machine())  # now others may trust the lock
-    except OSError:
-        pass  # a disk without locks: others go by time
-    return lock
-
-
-def is_left(unfinished: Path, new: Path, seconds: float) -> bool:
-    """True for an unfinished checkpoint that no process writes any more, and which may be deleted.
-
-    Args:
-      unfinished: written by any process of any machine.
-      new: one that was made just now: the clock is that of the disk.
-      seconds: the age from which one counts that another machine wrote, or that has no lock.
-    """
-    if unfinished.suffix == GONE:
-        return True
-    try:
-        with _open(unfinished / LOCK, "r+b") as lock:
-            here = lock.read() == _machine()  # machines that share a disk may not share its locks
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if here:
-                return True
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    try:
-        times = [unfinished.stat().st_mtime, *(x.stat().st_mtime for x in os.scandir(unfinished))]
-        return new.stat().st_mtime - max(times) > seconds
-    except OSError:
-        return False  # it is deleted just now, has become a checkpoint, or is another user's
-
-
-def _open(path: Path, mode: str = "rb") -> IO[bytes]:
-    # A pipe without a writer would wait for one.
-    return open(path, mode, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
-
-
-def _machine() -> bytes:
-    """An id of this start of this machine; processes with the same id share locks."""
-    return Path("/proc/sys/kernel/random/boot_id").read_bytes()
-
-
-# --- Writing
-
-
-def assign_tiles(arrays: Mapping[str, jax.Array]) -> tuple[Tiles, dict[int, int]]:
-    """Assigns each tile to one process that holds it; the same in all processes.
-
-    Returns:
-      The tiles, and for each process the size of its file.
-    """
-    assigned: Tiles = {}
-    sizes: collections.Counter[int] = collections.Counter()
-    turn = itertools.count()
-    for name, x in sorted(arrays.items()):
-        parts = []
-        for index, processes in sorted(tiles.processes_of(x).items()):
-            process = sorted(processes)[next(turn) % len(processes)]
-            parts.append((process, sizes[process], index))
-            sizes[process] += math.prod(shape_of(index)) * x.dtype.itemsize
-        assigned[name] = parts
-    return assigned, sizes
-
-
-def write_arrays(unfinished: Path, pieces: Sequence[np.ndarray]) -> None:
-    """Writes the file of this process, and gives it its name when it was read back."""
-    if not pieces:
-        return
-    path = unfinished / f"{jax.process_index()}{ARRAYS}{PART}"
-    flat = [tiles.bytes_of(x) for x in pieces]
-    with path.open("xb") as file:
-        for x in flat:
-            file.write(x.data)
-        _flush(file)
-    with path.open("rb") as file:
-        for x in flat:
-            for start in range(0, len(x), BLOCK):
-                block = x[start : start + BLOCK]
-                if not np.array_equal(np.frombuffer(file.read(len(block)), np.uint8), block):
-                    raise OSError(errno.EIO, f"{path.name} does not hold what was written to it")
-    path.rename(path.with_suffix(""))
-
-
-def _flush(file: IO[Any]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def finish(unfinished: Path, folder: Path, about: str, sizes: Mapping[int, int]) -> None:
-    """Gives a checkpoint its name, and looks at it once more under that name.
-
-    Args:
-      unfinished: written by all processes.
-      folder: its name from now on.
-      about: its description.
-      sizes: the sizes of its files, by their processes.
-    """
-    with (unfinished / ABOUT).open("x") as file:
-        file.write(about)
-        _flush(file)
-    _flush_entries(unfinished)
-    _check_written(unfinished, about, sizes)
-    (unfinished / LOCK).unlink()
-    unfinished.rename(folder)
-    _flush_entries(folder.parent)
-    try:
-        _check_written(folder, about, sizes)
-    except OSError:
-        if unfinished.exists() or folder.exists():  # else another run that saves here deleted it
+        with damage(", ".join(places)):
+            for path in [] if is_store(item) else Path(item).rglob("*"):
+                if not (path.is_file() or path.is_dir()):
+                    raise Damaged(
+                        f"{path.name} is a pipe or a device, on which a reader would wait"
+                    )
+            return dict(named(ocp.PyTreeCheckpointHandler().restore(item, args=plan)))
+    except Damaged:
+        if len(places) == 1:
             raise
+        return {name: x for one in places for name, x in read(item, {one: places[one]}).items()}
 
 
-def _check_written(folder: Path, about: str, sizes: Mapping[int, int]) -> None:
-    """Raises ``OSError`` unless a folder is seen where it should be, with what was written."""
-    for process, size in sizes.items():
-        try:
-            on_disk = (folder / f"{process}{ARRAYS}").stat().st_size
-        except FileNotFoundError:
-            problem = f"process {process} did not write its part, and its error says why"
-            raise OSError(errno.EIO, problem) from None
-        if on_disk != size:
-            problem = f"the part of process {process} has {on_disk} bytes in place of {size}"
-            raise OSError(errno.EIO, problem)
-    with os.scandir(folder.parent) as entries:
-        seen = any(entry.name == folder.name for entry in entries)
-    if not seen or (folder / ABOUT).read_bytes() != about.encode():
-        raise OSError(errno.EIO, "its description is not what was written")
-
-
-def _flush_entries(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+@contextlib.contextmanager
+def damage(what: str) -> Iterator[None]:
+    """A context that raises `Damaged` for what is unreadable, unless a disk, network or memory fails."""
     try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a disk that knows no such call
+        yield
+    except (Damaged, MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:
+        missing = isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError))
+        is_disk = isinstance(error, OSError) and not missing
+        if is_disk or _FAILS.search(f"{error} {error.__cause__}"):
             raise
-    finally:
-        os.close(handle)
+        raise Damaged(f"{what[:80]} cannot be read: {line_of(error)}") from None
+
+
+def line_of(error: BaseException) -> str:
+    """An error in a line: its type, unless its text says enough, and how its text begins."""
+    text = " ".join(str(error).split())[:300]
+    return text if isinstance(error, (OSError, Damaged)) else f"{type(error).__name__}: {text}"
 
 
 # --- Descriptions
 
 
-def seal(body: Any) -> str:
-    """A description as a text, with a checksum over all of it."""
-    return json.dumps({"format": FORMAT, "body": body, "sha256": _digest(FORMAT, body)})
+class About(NamedTuple):
+    """The description of a step.
+
+    Attributes:
+      step: the name of its folder.
+      data: what was saved beside the state.
+      leaves: types by their names.
+      sums: two words for each leaf.
+    """
+
+    step: int
+    data: Any
+    leaves: Leaves
+    sums: Leaves
 
 
-def _digest(version: Any, body: Any) -> str:
-    # Through JSON once: keys become strings.
-    body = json.loads(json.dumps(body))
-    text = json.dumps([version, body], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+def write(folder: epath.Path, about: About) -> None:
+    """Reads leaves back, and writes the description beside them; raises ``OSError`` for another leaf."""
+    size, parts = 0, dict[int, list[str]]()
+    for name, leaf in about.leaves.items():  # a part at a time is in memory
+        parts.setdefault(size // PART, []).append(name)
+        size += leaf.size * leaf.dtype.itemsize
+    for part in parts.values():
+        for name, x in read(folder / STATE, dict.fromkeys(part)).items():
+            x, leaf = np.asarray(x), about.leaves[name]
+            if (x.shape, x.dtype, host_checksum(x)) != (leaf.shape, leaf.dtype, about.sums[name]):
+                raise OSError(f"the disk does not hold {name} as it was saved")
+    leaves = {n: [x.shape, x.dtype.name, about.sums[n]] for n, x in about.leaves.items()}
+    body = json.dumps([about.step, encoded(about.data), leaves])
+    with (folder / ABOUT).open("w") as file:
+        file.write(sealed(body))
+        if not is_store(folder):
+            file.flush()
+            os.fsync(file.fileno())
+    if (folder / ABOUT).read_text() != sealed(body):
+        raise OSError("the disk does not hold the description as it was saved")
 
 
-def read_about(folder: Path) -> Description:
-    """Reads the description of a checkpoint.
+def sealed(body: str) -> str:
+    """A description behind its format and its checksum."""
+    return f"{FORMAT} {zlib.crc32(body.encode())}\n{body}"
+
+
+def described(folder: epath.Path) -> About:
+    """Reads the description of a step.
 
     Raises:
       Damaged: if it is not as it was written, or is that of another step.
-      ValueError: if it is of another format.
+      ValueError: if it is of format 4.
     """
-    this = f"this version of lioncub_jax reads format {FORMAT}: read it with"
-    try:
-        with _open(folder / ABOUT) as file:
-            content = file.read()
-    except FileNotFoundError:
-        if not (folder / "about").is_dir():  # as formats 1 to 3 have it
-            raise
+    if (folder / "about.json").exists():
         raise ValueError(
-            f"checkpoint {folder} has a format before {FORMAT}, and {this} version 0.3 or earlier, that "
-            "wrote it"
-        ) from None
-    try:
-        sealed = json.loads(content)
-        version, body, sha256 = sealed["format"], sealed["body"], sealed["sha256"]
-        whole = _digest(version, body) == sha256
-    except (ValueError, KeyError, TypeError, RecursionError):
-        whole = False
-    if not whole:
-        raise Damaged("its description is not as it was written")
-    if version != FORMAT:
-        raise ValueError(
-            f"checkpoint {folder} has format {version}, and {this} the version that wrote it"
+            f"checkpoint {folder} has format 4, of version 0.4, and this version reads {FORMAT}: restore "
+            "it by 0.4, save its parameters there by orbax, and go on from them"
         )
-    try:
-        about = _parse_body(body)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"its description is sealed and cannot be ({error!r})") from None
-    if str(about.step) != folder.name:
-        raise Damaged(
-            f"it is the checkpoint of step {about.step} under another name; give it its name back"
-        )
+    if not (epath.Path if is_store(folder) else Path)(folder / ABOUT).is_file():  # nor is a pipe
+        raise Damaged("its description is missing")
+    with damage("its description"):
+        text = (folder / ABOUT).read_text()
+        body = text.partition("\n")[2]
+        if text != sealed(body):
+            raise Damaged("its description is not as it was written")
+        step, data, leaves = json.loads(body)
+        types = {n: jax.ShapeDtypeStruct(shape, dtype) for n, (shape, dtype, _) in leaves.items()}
+        sums = {n: tuple(words) for n, (_, _, words) in leaves.items()}
+        about = About(step, decoded(data), types, sums)
+    if str(step) != folder.name:
+        raise Damaged(f"it is that of step {step} under another name; give it its name back")
     return about
 
 
-def _parse_body(body: Any) -> Description:
-    """Raises some error unless all is there, by its type."""
-    leaves, parts = {}, {}
-    for name, fields in body["leaves"].items():
-        leaves[name] = parse(ArrayInfo, fields)
-        parse(tuple[int, int], fields[-1])
-        parts[name] = parse(tuple[Place, ...], body["tiles"][name])
-        if any(len(index) != leaves[name].abstract().ndim for _, _, index in parts[name]):
-            raise ValueError(f"tiles of {name} have another number of dimensions")
-    return Description(body["step"], body["metric"], body["data"], leaves, parts)
+def encoded(x: Any) -> Any:
+    """Data as JSON holds it: dicts, lists, tuples and numbers of NumPy say what they are."""
+    for kind in _KINDS:
+        if isinstance(x, kind):
+            return {kind.__name__: [encoded(y) for y in (x.items() if kind is dict else x)]}
+    if isinstance(x, np.generic) and not isinstance(x, str):
+        return {x.dtype.name: x.item()}
+    if x is None or isinstance(x, (str, int, float)):
+        return x
+    raise TypeError(f"data holds {x!r}: give numbers, texts, lists, tuples and dicts")
 
 
-# --- Reading
-
-
-def read_array(folder: Path, parts: Sequence[Place], place: jax.ShapeDtypeStruct) -> jax.Array:
-    """Reads an array; this process reads what its devices hold.
-
-    Args:
-      folder: of the checkpoint.
-      parts: the tiles of the array.
-      place: its shape, dtype and sharding.
-    """
-    read: dict[Index, np.ndarray] = {}  # copies are read once
-
-    def shard(slices: Any) -> np.ndarray:
-        index = index_of(slices, place.shape)
-        if index not in read:
-            read[index] = _read_part(folder, parts, index, jnp.dtype(place.dtype))
-        return read[index]
-
-    return jax.make_array_from_callback(place.shape, place.sharding, shard)
-
-
-def _read_part(folder: Path, parts: Sequence[Place], wanted: Index, dtype: np.dtype) -> np.ndarray:
-    read = np.empty(shape_of(wanted), dtype)
-    for process, offset, index in parts:
-        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, index, strict=True)]
-        if any(start >= end for start, end in both):
-            continue
-        rows = *both[:1], *index[1:]  # of a tile those of its first dimension that are wanted
-        size = math.prod(shape_of(rows)) * dtype.itemsize
-        if index:
-            offset += (rows[0][0] - index[0][0]) * size // shape_of(rows)[0]
-        path = folder / f"{process}{ARRAYS}"
-        with _open(path) as file:
-            file.seek(offset)
-            content = file.read(size)
-        if len(content) < size:
-            raise Damaged(f"{path.name} is too short")
-        tile = np.frombuffer(content, dtype).reshape(shape_of(rows))
-        read[_slices(both, wanted)] = tile[_slices(both, rows)]
-    return read
-
-
-def _slices(part: Sequence[tuple[int, int]], whole: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, whole, strict=True))
+def decoded(x: Any) -> Any:
+    """Undoes `encoded`."""
+    if not isinstance(x, dict):
+        return x
+    [(name, y)] = x.items()
+    for kind in _KINDS:
+        if kind.__name__ == name:
+            return kind(map(decoded, y))
+    return jnp.dtype(name).type(y)

@@ -1,45 +1,38 @@
-"""Saves a training state and goes on from it: on the same devices, or with other workers.
+"""The checkpoints of a run: a thin layer over ``orbax.checkpoint.CheckpointManager``.
 
-A checkpoint holds the leaves of a state (`leaves`), with checksums of each, in tiles (`files`). A save
-copies them to the host and returns. The rest runs in the background (`commit`): each process writes and
-reads back its file, the first gives the checkpoint its name, and then it counts.
-
-Damage is only what is not as it was written. A disk, a permission or a memory that fails says nothing about
-a checkpoint: such errors are raised as they are, and the checkpoint stays.
+Orbax writes in the background, names a step when all of it is there, and deletes older ones. Ours are the
+conversion (`convert`), checksums (`files`), and the hook that reads a step back before it gets its name.
 """
 
-import atexit
 import contextlib
-import json
 import math
+import operator
 import os
+import threading
+import time
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import orbax.checkpoint as ocp
 
-from lioncub_jax.checkpoint import files, leaves, states
-from lioncub_jax.checkpoint.agreement import barrier, first_line, from_first
-from lioncub_jax.checkpoint.commit import Save, commit, save_error
-from lioncub_jax.checkpoint.files import Damaged, Description
-from lioncub_jax.checkpoint.layout import ArrayInfo, check_same_model, layout_of, param_names
-from lioncub_jax.checkpoint.tiles import copy_to_host
+from lioncub_jax.checkpoint import files
+from lioncub_jax.checkpoint.convert import Damaged, Leaves, entries, field_of, let_out, restored
+from lioncub_jax.checkpoint.files import STATE, About, line_of
+from lioncub_jax.checkpoint.names import nested
 from lioncub_jax.exchange.arguments import check_count
-from lioncub_jax.exchange.holder import Holder
-from lioncub_jax.mesh.axes import AxisName
-from lioncub_jax.mesh.checksum import checksums, untyped
-from lioncub_jax.mesh.hosts import any_process, gathered_json, together
-from lioncub_jax.mesh.placement import Workers, check_alive, worker_axes
+from lioncub_jax.mesh.checksum import checksums
+from lioncub_jax.mesh.hosts import gathered_json
+from lioncub_jax.mesh.placement import Workers, check_real
 
-RULES = ("mean", "keep")
-_NOT_THERE = FileNotFoundError, IsADirectoryError, NotADirectoryError, Damaged
 _MEETINGS: Counter[int] = Counter()  # by the name of a folder
+# Where orbax has processes meet in the background: all have written, and the first has named the step.
+_BACKGROUND = "async_write_complete", "async_commit_complete"
+_UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class Restored(NamedTuple):
@@ -58,39 +51,54 @@ class Restored(NamedTuple):
     step: int
 
 
-class Gone(Exception):
-    """A checkpoint was deleted since it was listed, as when newer ones are complete."""
+class Unequal(ValueError):
+    """Copies of an array differ, of which a checkpoint would keep one."""
+
+
+class Saving(NamedTuple):
+    """A step that is written in the background.
+
+    Attributes:
+      about: its description, without the sums.
+      sums: has a function that waits for them.
+      caller: the thread that called ``save``.
+      met: where this process has met the others.
+    """
+
+    about: About
+    sums: Future[Callable[[], tuple[Leaves, Leaves]]]
+    caller: threading.Thread
+    met: list[str]
 
 
 class Checkpoints:
     """The checkpoints of a run, in a folder of their own; a context manager that writes in the background.
 
     It makes, changes and deletes nothing before the first `save`. Every process of a run makes one and
-    calls the same methods in the same order; `steps`, `wait` and `close` may be called by one.
+    calls the same methods in the same order; `steps` may be called by one.
 
     Args:
-      directory: the folder; the first save makes it. Processes of one run must see the same folder.
-      workers: as the optimizer's: a ``Workers``, or the name of their mesh axis, or several as a tuple. Its
-        mesh need not be that of the states: they know theirs.
-      keep: how many checkpoints stay; the oldest goes when one more is complete and was read back.
+      directory: the folder, on a disk that all processes see, or ``gs://bucket/run``.
+      workers: the workers, on the mesh of the states.
+      keep: how many of the newest checkpoints stay.
       best: ``"min"`` or ``"max"``: the one whose ``save(metric=)`` is the smallest or largest stays too.
-      timeout: seconds after which what some process has not called, or has not written, is an error in
-        all others.
+      timeout: seconds after which what some process has not called, or has not written, is an error.
+      **options: of ``orbax.checkpoint.CheckpointManagerOptions``, such as ``save_interval_steps``,
+        ``save_decision_policy``, or a ``preservation_policy`` in place of ``keep`` and ``best``.
 
     Raises:
-      ValueError: for ``keep`` or ``timeout`` below 1, another ``best``, a URL, a folder that begins with
-        ``~``, or one that holds no checkpoint and something else.
+      ValueError: for ``keep`` or ``timeout`` below 1, another ``best``, and a folder that orbax cannot
+        write to and read again: another store, ``[..]``, a backslash.
+      TypeError: for workers that are none, and an option that orbax does not have or this class sets.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, lioncub_jax as lc
-      >>> from lioncub_jax.checkpoint import Checkpoints
-      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> workers = lc.Workers(mesh, "data")
+      >>> workers = lc.Workers.one_per_device()
       >>> tx = lc.lion_cub(1e-3, workers=workers)
       >>> state = lc.init_state(tx, {"w": jnp.ones((2, 3))}, workers)
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     with Checkpoints(folder, workers=workers) as checkpoints:
-      ...         checkpoints.save(state, {"next_batch": 7}, wait=True)
+      ...     with lc.Checkpoints(folder, workers=workers) as checkpoints:
+      ...         saved = checkpoints.save(state, {"next_batch": 7}, wait=True)
       ...         restored = checkpoints.restore(state)
       ...         params = checkpoints.restore_params(state.params).state
       >>> restored.step, restored.data
@@ -101,106 +109,122 @@ class Checkpoints:
         self,
         directory: str | os.PathLike[str],
         *,
-        workers: AxisName | Workers,
+        workers: Workers,
         keep: int = 3,
         best: str | None = None,
         timeout: int = 1200,
+        **options: Any,
     ):
         check_count(f"keep={keep!r}", keep)
         check_count(f"timeout={timeout!r}", timeout)
+        check_real(workers)
         if best not in (None, "min", "max"):
-            raise ValueError(
-                f"best={best!r}: give 'min' or 'max', or None to keep the newest alone"
+            raise ValueError(f"best={best!r}: give 'min' or 'max', or None for the newest alone")
+        self.directory, self.workers = files.check_directory(directory), workers
+        self._best, self._timeout = best, timeout
+        stay = [ocp.checkpoint_managers.LatestN(keep)]
+        if best:
+            # A metric that is NaN is none, and never best.
+            ranks: dict[str, Any] = {"get_metric_fn": _metric, "reverse": best == "min", "n": 1}
+            stay.append(
+                ocp.checkpoint_managers.BestN(**ranks, keep_checkpoints_without_metrics=False)
             )
-        worker_axes(workers)  # raises for what names none
-        self.workers = workers
-        self._keep, self._best, self._timeout = keep, best, timeout
-        self.directory, self._steps_before = files.check_directory(directory)
-        self._damaged: set[int] = set()  # steps that a restore passed over
-        self._restored: int | None = None
-        self._closed = False
-        self._executor = ThreadPoolExecutor(1)  # no thread before its first task
-        self._writing: Future[list[str]] | None = None
-        atexit.register(self._at_exit)
+            options |= {"best_fn": _metric, "best_mode": best}
+        options.setdefault(
+            "preservation_policy", ocp.checkpoint_managers.AnyPreservationPolicy(stay)
+        )
+        self._options = ocp.CheckpointManagerOptions(
+            read_only=False, enable_async_checkpointing=True, cleanup_tmp_directories=False,
+            step_prefix=None, step_format_fixed_length=None, step_name_format=None,
+            async_options=ocp.AsyncOptions(
+                timeout, barrier_sync_fn=self._meet_in_background,
+                post_finalization_callback=self._verify,
+            ),
+            **options,
+        )  # fmt: skip
+        self._manager: ocp.CheckpointManager | None = None  # made by the first save
+        self._saving: Saving | None = None
+        self._failed: Exception | None = None
+        self._restored = math.inf  # checkpoints of later steps are set aside
+        self._waits = True
 
     def __enter__(self) -> "Checkpoints":
+        self._waits = False  # until it is left
         return self
 
-    def __exit__(self, *error: object) -> None:
-        try:
-            if error[0] is None:
-                self._meet("close")
-        finally:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._waits = True
+        if kind is None:
             self.close()
+        else:  # the others may not leave
+            self._settle()
+            self._let_go()
 
     def save(
         self,
         state: Any,
         data: object = None,
-        wait: bool = False,
         *,
         step: int | None = None,
         metric: Any = None,
-    ) -> None:
+        force: bool = False,
+        wait: bool | None = None,
+    ) -> bool:
         """Saves a state under its step; its arrays may be donated as soon as this returns.
 
-        It copies the arrays to the host and writes them in the background. The next save, `wait`, the end
-        of the ``with`` statement and that of the program wait until the checkpoint is complete: read back,
-        and under its name.
+        Orbax copies the arrays to the host and writes them in the background. A step gets its name, and
+        older ones go, only after it was read back and its checksums agree. The next save, `wait` and the
+        end of the ``with`` statement wait for that.
 
-        Checkpoints that `restore` passed over as damaged are renamed to ``<step>.damaged`` first, and those
-        newer than the one that it read to ``<step>.abandoned``; nothing deletes them.
+        The first save after a `restore` renames checkpoints that are newer than the restored one to
+        ``<step>.abandoned-<time>``, such as those that it passed over as damaged; nothing deletes them.
 
         Args:
           state: a ``StepState``, a ``TrainState`` of flax, or any tree of arrays, such as a dict
             with ``"params"`` and an ``nnx.Optimizer``. Arrays that lie on no mesh, and numbers, are
             taken as the same everywhere.
-          data: anything JSON can hold, such as the position in the data.
-          wait: return only when the checkpoint is complete.
+          data: numbers, texts, lists, tuples and dicts, which come back as they are.
           step: its number; None for the state's field or entry ``step``.
           metric: a number, such as the validation loss, for ``best``; NaN is never best.
+          force: save whatever the save policy says.
+          wait: return only when the checkpoint has its name; None for False inside of the ``with``
+            statement, which waits at its end, and for True outside.
+
+        Returns:
+          Whether it is saved; False where the save policy says no.
 
         Raises:
-          ValueError: if there is a checkpoint of this step, or of later ones of which none was restored;
-            the arrays of the state are on several meshes or on none with the axes, or ``close`` was called;
-            if an array was donated, what is each worker's own has no leading axis of workers, or an array
-            is labelled one value and its copies differ, to the bit.
+          ValueError: for a step that is not behind the newest checkpoint, and as `portable`; by the next
+            call, where copies of an array that is labelled one value differ.
           TypeError: if ``state`` has no step or holds what is no array, or JSON cannot hold ``data``.
-          OSError: if a checkpoint could not be written, such as on a full disk; where it was written in the
-            background, by the next call of ``save``, ``wait`` or ``close``. A ``TimeoutError`` where some
-            process does not call it.
+          OSError: if a checkpoint could not be written, such as on a full disk: in all processes, by the
+            next call of ``save``, ``wait`` or ``close``. A ``TimeoutError`` where one does not call it.
         """
-        self._begin_call("save")
-        self._raise_last_error()
-        check_alive("save(state): state", state)
-        state, workers = states.on_workers("save(state)", state, self.workers)
-        step, metric, data = states.step_of(state, step), self._metric(metric), as_json(data)
-        layout = layout_of(state, workers)
-        arrays = leaves.arrays_of(state)
-        saved = leaves.leaves_of(layout, untyped(workers.mesh), arrays)
-        sums, unequal = checksums(arrays | saved)
-        states.check_copies_equal(state, unequal, workers)
-        infos = leaves.leaf_infos(layout)
-        infos = {name: info._replace(sums=sums[name]) for name, info in infos.items()}
-        tiles, sizes = files.assign_tiles(saved)
-        about = Description(step=step, metric=metric, data=data, leaves=infos, tiles=tiles)
-        me = jax.process_index()
-        own = [(name, part) for name, parts in tiles.items() for p, _, part in parts if p == me]
-        pieces = [*copy_to_host(saved, own).values()]  # in the order of the file
-        unfinished, lock = from_first(lambda: self._begin(step))
-        self._damaged.clear()
-        self._restored, self._steps_before = None, []
-        new = Save(
-            folder=self.directory / str(step),
-            unfinished=self.directory / unfinished,
-            lock=lock,
-            about=files.seal(about._asdict()),
-            sizes=sizes,
-            pieces=pieces,
-        )
-        self._writing = self._executor.submit(self._write, new, step)
-        if wait:
+        step, metrics = step_of(state, step), self._metrics(metric)
+        files.encoded(data)  # else a TypeError
+        manager = self._made_manager()
+        if (newest := manager.latest_step()) is not None and step <= newest:
+            raise ValueError(
+                f"save(step={step}): {self.directory} has a checkpoint of step {newest}, and a restart "
+                "would take that one. Restore an earlier one first, and those behind it are set aside; or "
+                "give this run a folder of its own"
+            )
+        if not (force or manager.should_save(step)):
+            return False
+        self._together("save", self._outcome)
+        found = entries(state, self.workers)
+        leaves = {name: x for entry in found for name, x in entry.split().items()}
+        types = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in leaves.items()}
+        about, sums = About(step, data, types, {}), Future[Any]()
+        self._saving = Saving(about, sums, threading.current_thread(), [])
+        args = ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(nested(leaves))})
+        manager.save(step, args=args, metrics=metrics, force=True)
+        # Copies of what is in rows are compared as they lie. Only the hook waits for the sums.
+        in_rows = {f"{e.name} in rows {i}": e.x for i, e in enumerate(found) if e.rows}
+        sums.set_result(checksums(leaves | in_rows))
+        if self._waits if wait is None else wait:
             self.wait()
+        return True
 
     def restore(self, like: Any, *, step: int | None = None, on_resize: str = "mean") -> Restored:
         """Reads a checkpoint onto the mesh on which ``like`` lies; it changes nothing in the folder.
@@ -208,17 +232,12 @@ class Checkpoints:
         With as many workers as before, every number is what it was. With another number of them, each
         worker's own momentum follows ``on_resize``; error feedback keeps its mean over the workers; of
         model state floats are averaged, the largest of whole numbers is taken, and random keys stay
-        with newcomers folding in their index. What owners hold is one for all and is cut anew. Drift
-        that was measured leaf by leaf is unknown until a group that now measures it has done so.
+        with newcomers folding in their index. What owners hold is one for all and is cut anew.
 
         Args:
-          like: a fresh state of the kind that was saved, on the present mesh, such as that of
-            `init_state`; or a ``ShapeDtypeStruct`` with its sharding for each array. What lies on no mesh
-            comes back as the same everywhere.
+          like: as in `lioncub_jax.checkpoint.restore`.
           step: which; None for the newest that is whole.
-          on_resize: for another number of workers. ``"mean"``: all get the mean over the workers there
-            were. ``"keep"``: workers that survive keep what is theirs, model state too, and newcomers get
-            the mean.
+          on_resize: likewise.
 
         Returns:
           A ``Restored``.
@@ -226,40 +245,27 @@ class Checkpoints:
         Raises:
           FileNotFoundError: if there is no checkpoint, or none of that step.
           Damaged: a ``ValueError``, if it is not as it was written (with ``step=None``: if all are not;
-            a warning names each that is passed over).
-          ValueError: if it is of another model or optimizer, or of another format, if ``like`` is not
-            on one mesh with the axes or has no axis of workers where each has its own, or ``close`` was
-            called.
+            a warning names each that is passed over, and its leaf).
+          ValueError: if it is of another model or optimizer, or of another format.
           TypeError: if ``like`` holds what is no array.
           TimeoutError: where some process does not call it.
           Exception: a file, a permission or the memory that fails is raised as it is, and nothing is
-            passed over; where it failed in another process, as a ``RuntimeError``.
+            passed over; where it failed in another process, as an ``OSError``.
 
         Example:
           See `Checkpoints`.
         """
-        self._begin_call("restore")
-        check_rule(on_resize)
-        target = leaves.Target(like, *states.on_workers("restore(like)", like, self.workers))
-
-        def read(about: Description) -> Any:
-            check_same_model(self._name(about.step), about.leaves, target.leaves)
-            places = {name: target.place(name, info) for name, info in about.leaves.items()}
-            arrays = self._read_arrays(about, places)
-            return target.build(about.leaves, arrays, on_resize == "keep")
-
-        restored, damaged = self._newest_whole(step, read)
-        # Only now: that an older one can be read shows that the fault is not in the reading.
-        self._damaged.update(damaged)
-        self._restored = restored.step
-        return restored
+        files.check_rule(on_resize)
+        found = self._newest_whole("restore", like, step, "", on_resize == "keep")
+        self._restored = found.step
+        return found
 
     def restore_params(self, like: Any, *, step: int | None = None) -> Restored:
         """Reads only the parameters of a checkpoint, such as to serve or to evaluate a model.
 
         Args:
           like: a tree of arrays or of ``ShapeDtypeStruct``s, as the field or entry ``params`` of the state
-            that was saved. What has no sharding is put on the first device.
+            that was saved. What lies on no mesh is put on each device.
           step: which; None for the newest that is whole.
 
         Returns:
@@ -268,23 +274,8 @@ class Checkpoints:
         Raises:
           ValueError: if the parameters have other names, shapes or dtypes; else as `restore`.
         """
-        self._begin_call("restore_params")
-        places = states.places_of(like)
-        wanted = {
-            f".params{path}": ArrayInfo(x.shape, str(x.dtype), Holder.ALL)
-            for path, x in places.items()
-            if x.size
-        }
-
-        def read(about: Description) -> Any:
-            names = param_names(about.leaves)
-            params = {f".params{path}": about.leaves[name] for path, name in names.items()}
-            check_same_model(self._name(about.step), params, wanted)
-            arrays = self._read_arrays(about, {name: places[path] for path, name in names.items()})
-            by_path = {path: arrays[name] for path, name in names.items()}
-            return states.placed_like(like, by_path)
-
-        return self._newest_whole(step, read)[0]
+        found = self._newest_whole("restore_params", {"params": like}, step, "params", False)
+        return found._replace(state=found.state["params"])
 
     def best(self) -> int | None:
         """The step with the best metric, for ``restore(step=)``; None where none has one.
@@ -292,267 +283,223 @@ class Checkpoints:
         Raises:
           ValueError: without ``Checkpoints(best=)``.
         """
-        self._begin_call("best")
         if self._best is None:
-            raise ValueError(
-                "best(): give Checkpoints(..., best='min') or 'max', and save(metric=)"
-            )
-        return from_first(self._best_step)
+            raise ValueError("best(): give Checkpoints(best='min') or 'max', and save(metric=)")
+        return self._made_manager().best_step() if self.steps() else None
 
     def steps(self) -> list[int]:
         """The steps with a checkpoint, damaged or not, in order."""
-        return files.listing(self.directory).steps
+        return files.steps_in(self.directory)
 
     def wait(self) -> None:
-        """Returns when the last save is complete on disk; errors as in `save`."""
-        if self._writing is None:
-            return
-        wait([self._writing])
-        writing, self._writing = self._writing, None
-        for note in writing.result():
-            warnings.warn(note, stacklevel=2)
+        """Returns when the last save has its name; errors as in `save`. All processes call it."""
+        if self._saving:
+            self._together("wait", self._outcome)
 
     def close(self) -> None:
-        """Waits and gives up the background thread."""
-        if not self._closed:
-            self._closed = True
-            atexit.unregister(self._at_exit)
-            try:
-                self.wait()
-            finally:
-                self._executor.shutdown()
-
-    def _at_exit(self) -> None:
-        """Raises the error of the last save; the end of the program has waited for it."""
+        """Waits, and gives up the background threads. All processes call it."""
         try:
             self.wait()
-        except OSError as error:
-            raise RuntimeError(
-                f"the program has ended, and its last checkpoint is not complete: {error}. Leave the "
-                "with statement, or call checkpoints.close(), before the program ends, to learn of it there"
-            ) from None
+        finally:
+            self._let_go()
+
+    # --- The end of a save
+
+    def _settle(self) -> None:
+        """Waits until nothing is written any more, and keeps the error."""
+        if self._manager is not None:
+            try:
+                self._manager.wait_until_finished()
+            except Exception as error:
+                self._failed = error
+
+    def _outcome(self) -> None:
+        """Raises if the last save failed."""
+        self._settle()
+        error, self._failed, saving, self._saving = self._failed, None, self._saving, None
+        if isinstance(error, Unequal):
+            raise error
+        if error and saving:
+            raise OSError(
+                f"checkpoint {self.directory / str(saving.about.step)} was not written ({line_of(error)}), "
+                "and those before it stay: free or mend that disk, and start again from the newest"
+            ) from error
+
+    def _let_go(self) -> None:
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.close()
+        if self._failed:
+            warnings.warn(f"the last checkpoint was not written: {self._failed}", stacklevel=3)
 
     # --- All processes together
 
-    def _begin_call(self, call: str) -> None:
-        if self._closed:
-            raise ValueError(
-                f"{call}: these checkpoints of {self.directory} are closed; call it before close() and "
-                "inside the with statement, or open the folder again with Checkpoints(...)"
-            )
-        if self._writing is not None:
-            wait([self._writing])  # its error is for save, wait and close
-        self._meet(call)
+    def _together(self, call: str, act: Callable[[], Any]) -> Any:
+        """Acts in all processes; where it fails in one, all raise the same.
 
-    def _meet(self, call: str) -> None:
-        """Raises where not all processes come: no sum over devices ends before they have."""
+        Raises where not all processes come, since no sum over devices ends before they have.
+        """
         name = zlib.crc32(os.fsencode(self.directory.name))  # a host may mount it elsewhere
         _MEETINGS[name] += 1
+        key = f"checkpoints {name} {_MEETINGS[name]} {call}"
         try:
-            barrier(f"checkpoints {name} {_MEETINGS[name]} {call}", self._timeout)
+            ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=1000 * self._timeout)
         except Exception as error:
-            why = "" if isinstance(error, TimeoutError) else f" ({first_line(error)})"
             raise TimeoutError(
                 f"{call}: process {jax.process_index()} waited up to {self._timeout} s for all "
-                f"{jax.process_count()} processes{why}. Every process makes the "
-                f"Checkpoints of {self.directory} and calls their methods in the same order, not process "
-                "0 alone; if one is slower, give Checkpoints(..., timeout=)"
+                f"{jax.process_count()} processes ({line_of(error)}). Every process makes the Checkpoints "
+                f"of {self.directory} and calls their methods in the same order, not process 0 alone; if "
+                "one is slower, give Checkpoints(..., timeout=)"
             ) from None
-
-    def _raise_last_error(self) -> None:
-        """Raises in all processes where the last save failed in one."""
-        own: OSError | None = None
+        result, mine = None, None
         try:
-            self.wait()
-        except OSError as error:
-            own = error
-        if any_process(own is not None):
-            raise own or OSError(
-                f"a checkpoint in {self.directory} was not written: another process says why"
-            )
+            result = act()
+        except Exception as error:
+            mine = error
+        said = [x for x in gathered_json(mine and [type(mine).__name__, str(mine)]) if x]
+        if said and self._manager is not None:
+            self._manager.reload()  # a failed save has struck older steps from its list
+        if mine and len(said) == 1:
+            raise mine
+        for kind, text in said:
+            raise _KINDS.get(kind, OSError)(text)
+        return result
+
+    def _meet_in_background(self, *, key: str, timeout_ms: int) -> None:
+        """Meets the others where orbax does; after a failure also where this process did not come.
+
+        Else they would wait there until the timeout. `wait` tells all what happened.
+        """
+        meet, saving = ocp.multihost.get_barrier_sync_fn(), self._saving
+        places: list[str] = []
+        if saving and threading.current_thread() is not saving.caller:
+            here = [i for i, place in enumerate(_BACKGROUND, 1) if place in key]
+            places += _BACKGROUND[len(saving.met) : here[0] if here else None]
+            saving.met.extend(places)
+            places = [f"{place} {saving.about.step}" for place in places]
+            key = places.pop() if here else key
+        for place in [*places, key]:
+            meet(key=place, timeout_ms=timeout_ms)
 
     # --- Saving
 
-    def _begin(self, step: int) -> tuple[str, int]:
-        """Begins a checkpoint, in process 0, when nothing is in its way.
+    def _made_manager(self) -> ocp.CheckpointManager:
+        """The manager, for which checkpoints that are newer than the restored one are not there."""
+        newer = [step for step in self.steps() if step > self._restored]
 
-        Returns:
-          The name of the unfinished checkpoint, and its lock.
-        """
-        folder = self.directory / str(step)
-        try:
-            entries = files.listing(self.directory)
-            aside = self._in_the_way(step, entries.steps)
+        def make_way() -> None:
             self.directory.mkdir(parents=True, exist_ok=True)
-            for other, why in aside.items():
-                files.set_aside(self.directory / str(other), why)
-            unfinished, lock = files.begin(folder)
-            for name in entries.unfinished:
-                if files.is_left(self.directory / name, unfinished, self._timeout):
-                    files.remove(self.directory / name)
-        except OSError as error:
-            raise save_error(folder, error) from error
-        return unfinished.name, lock
+            for step in newer if jax.process_index() == 0 else []:
+                aside = f"{step}.abandoned-{time.time_ns()}"
+                (self.directory / str(step)).rename(self.directory / aside)
 
-    def _in_the_way(self, step: int, steps: list[int]) -> dict[int, str]:
-        """Checkpoints that are to be renamed, each with the reason; raises for one that may not be."""
-        later = [s for s in self._steps_before if s > step] if self._restored is None else []
-        if later:
-            raise ValueError(
-                f"{self.directory} had checkpoints of later steps, {later}, and none of them was restored: "
-                f"a restart would take {later[-1]} and not step {step}. Restore one first, or give this "
-                "run a folder of its own"
-            )
-        aside = {}
-        for other in steps:
-            if other in self._damaged:
-                aside[other] = "damaged"
-            elif self._restored is not None and other > self._restored:
-                aside[other] = "abandoned"
-        if step in steps and step not in aside:
-            raise ValueError(
-                f"{self._name(step)} is there already: save each step once, or give a run that starts "
-                "again from an earlier step a folder of its own"
-            )
-        return aside
+        if newer or self._manager is None:
+            self._together("save", make_way)
+            self._let_go()
+            self._manager = ocp.CheckpointManager(self.directory, options=self._options)
+        self._restored = math.inf
+        return self._manager
 
-    def _write(self, new: Save, step: int) -> list[str]:
-        """Runs in the background; returns warnings."""
-        commit(new, self._timeout)
-        return self._delete_old(step) if jax.process_index() == 0 else []
+    def _verify(self) -> None:
+        """The hook: before a step gets its name, and before an older one goes. Process 0 calls it."""
+        assert self._saving
+        about, step = self._saving.about, self._saving.about.step
+        sums, unequal = self._saving.sums.result(self._timeout)()
+        check_copies_equal(unequal, self.workers)
+        folder = self.directory / f"{step}{_UNFINISHED}"
+        if not folder.exists():  # a store has it under its name, and marks it when it is complete
+            folder = self.directory / str(step)
+        files.write(folder, about._replace(sums={name: sums[name] for name in about.leaves}))
+        done = map(str, self.steps())
+        for path in {*self.directory.iterdir()} - {self.directory / name for name in done}:
+            number = path.name.removesuffix(
+                _UNFINISHED
+            )  # an earlier step of a process that was killed
+            if number.isdigit() and int(number) < step:
+                with contextlib.suppress(OSError):  # the next save tries again
+                    path.rmtree()
 
-    def _delete_old(self, step: int) -> list[str]:
-        """Deletes all but the newest and the best, now that this step is complete; returns warnings."""
-        try:
-            stay = {step, self._best_step() if self._best else step}
-            old = [s for s in self.steps()[: -self._keep] if s not in stay]
-        except OSError as error:
-            return [f"old checkpoints in {self.directory} stay, which cannot be read ({error})"]
-        return [note for s in old if (note := files.remove(self.directory / str(s)))]
-
-    def _metric(self, metric: Any) -> float | None:
-        if metric is None:
-            return None
-        if self._best is None:
-            raise ValueError(
-                f"metric={metric!r}: give Checkpoints(..., best='min') or 'max' for it"
-            )
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            if not np.ndim(metric) and not isinstance(metric, str):
-                return float(metric)
-        raise TypeError(f"metric={metric!r}: give a number that a float holds")
-
-    def _best_step(self) -> int | None:
-        sign = 1 if self._best == "max" else -1
-        ranked = []
-        for step in self.steps():
-            with contextlib.suppress(ValueError, FileNotFoundError):  # damaged, or deleted
-                metric = files.read_about(self.directory / str(step)).metric
-                if metric is not None and not math.isnan(metric):
-                    ranked.append((sign * metric, step))
-        return max(ranked)[1] if ranked else None
+    def _metrics(self, metric: Any) -> dict[str, float] | None:
+        if metric is not None and self._best is None:
+            raise ValueError(f"metric={metric!r}: give Checkpoints(best='min') or 'max' for it")
+        value = math.nan if metric is None else float(metric)
+        return None if math.isnan(value) else {"metric": value}
 
     # --- Reading
 
     def _newest_whole(
-        self, step: int | None, read: Callable[[Description], Any]
-    ) -> tuple[Restored, dict[int, str]]:
-        """Reads a step, or the newest that is whole.
-
-        Returns:
-          What was read, and the problems of newer checkpoints, by their steps.
-        """
-
-        def restored(step: int) -> Restored:
-            about = self._read(step, files.read_about)
-            return Restored(read(about), about.data, step)
-
-        steps = from_first(self.steps)
-        if step is not None:
-            with contextlib.suppress(Gone):
-                if step in steps:
-                    return restored(step), {}
-            raise FileNotFoundError(
-                f"no checkpoint of step {step} in {self.directory}; there are {steps}"
-            )
-        problems: dict[int, str] = {}
-        gone: set[int] = set()
-        while left := [s for s in steps if s not in problems]:
-            newest = left[-1]
+        self, call: str, like: Any, step: int | None, part: str, keep: bool
+    ) -> Restored:
+        """Reads a step, or the newest that is whole: leaves with names that begin with ``part``."""
+        self._settle()
+        passed: dict[int, str] = {}
+        while True:
+            steps = gathered_json(self._together(call, self.steps))[0]
+            left = [s for s in steps if (s == step if step is not None else s not in passed)]
+            if not left:
+                break
+            at, folder = left[-1], self.directory / str(left[-1])
             try:
-                result = restored(newest)
-            except Damaged as problem:
-                problems[newest] = str(problem)
-            except Gone as problem:
-                if newest in gone:  # and listed again
-                    problems[newest] = str(problem)
-                gone.add(newest)
-                steps = from_first(self.steps)
-            else:
-                for text in problems.values():
-                    warnings.warn(f"{text}; {self._name(newest)} is used instead", stacklevel=3)
-                return result, problems
-        if not problems:
-            raise FileNotFoundError(f"no checkpoint in {self.directory}")
-        raise Damaged(f"no checkpoint in {self.directory} is whole: {'; '.join(problems.values())}")
-
-    def _read_arrays(
-        self, about: Description, places: Mapping[str, jax.ShapeDtypeStruct]
-    ) -> dict[str, jax.Array]:
-        """Reads arrays of a checkpoint to their places, and compares their checksums."""
-
-        def read(folder: Path) -> dict[str, jax.Array]:
-            return {n: files.read_array(folder, about.tiles[n], x) for n, x in places.items()}
-
-        arrays = self._read(about.step, read)
-        sums, _ = checksums(arrays)
-        wrong = sorted(name for name in places if sums[name] != about.leaves[name].sums)
-        if wrong:
+                return Restored(*self._read(call, folder, like, part, keep), at)
+            except Damaged as error:
+                if at not in gathered_json(self.steps())[0]:
+                    continue  # it was deleted meanwhile, as newer ones are complete
+                passed[at] = f"checkpoint {folder} is damaged: {error}"
+                if step is not None:
+                    raise Damaged(passed[at]) from None
+                warnings.warn(f"{passed[at]}; the one before it is used", stacklevel=3)
+        if passed:
             raise Damaged(
-                f"{self._name(about.step)} is damaged: state{wrong[0]}"
-                + (f" and {len(wrong) - 1} more arrays are" if wrong[1:] else " is")
-                + " not as written"
+                f"no checkpoint in {self.directory} is whole: {'; '.join(passed.values())}"
             )
-        return arrays
+        of = "" if step is None else f" of step {step}"
+        raise FileNotFoundError(f"no checkpoint{of} in {self.directory}; there are {steps}")
 
-    def _read(self, step: int, read: Callable[[Path], Any]) -> Any:
-        """Reads in all processes; what is damaged or gone in one is so for all."""
-        name, folder = self._name(step), self.directory / str(step)
+    def _read(self, call: str, folder: Any, like: Any, part: str, keep: bool) -> tuple[Any, Any]:
+        about = self._together(call, lambda: files.described(folder))
+        saved = {name: x for name, x in about.leaves.items() if name.startswith(part)}
 
-        def read_own() -> tuple[Any, str]:
-            try:
-                return read(folder), ""
-            except _NOT_THERE as error:
-                if not folder.is_dir():
-                    return None, "gone"
-                return None, str(error) if isinstance(error, Damaged) else first_line(error)
+        def leaves(places: Leaves) -> dict[str, Any]:
+            return self._together(call, lambda: files.read(folder / STATE, places))
 
-        result, problem = together(
-            f"{name} was not read, and nothing is known of its state", read_own
+        return restored(like, self.workers, saved, leaves, keep, about.sums), about.data
+
+
+_KINDS: dict[str, type[Exception]] = {x.__name__: x for x in (Damaged, Unequal, ValueError)}
+
+
+def _metric(metrics: dict[str, float]) -> float:
+    """What was given to ``save``."""
+    return metrics["metric"]
+
+
+def step_of(state: Any, given: int | None) -> int:
+    """The step that a state is saved under: the one given, or that of the state."""
+    steps = jax.tree.leaves(field_of(state, "step") if given is None else given)
+    with contextlib.suppress(TypeError, ValueError):
+        [step] = map(operator.index, steps)
+        if step >= 0:
+            return step
+    raise TypeError(
+        f"save(state): the step is {steps}: give save(state, step=...), a whole number of at least 0, or a "
+        "state with a field 'step', such as a StepState"
+    )
+
+
+def check_copies_equal(unequal: Leaves, workers: Workers) -> None:
+    """Raises `Unequal` for arrays with copies that differ, by the ids of two devices."""
+    for name in sorted(unequal, key=lambda name: (not name.startswith("params"), name)):
+        one, other = unequal[name]
+        what = f"state.{name} (one of {len(unequal)})"
+        if name.startswith("params"):
+            raise Unequal(
+                f"parameters differ between devices {one} and {other}, {what}, and a checkpoint would keep "
+                "one copy of them. Workers that start from the same and take the agreed update never "
+                "differ. If hosts began with other parameters, give them one seed or checkpoint; a "
+                "shard_map of yours needs check_vma=True, which finds what differs. Go on from one copy, "
+                "jax.device_put(np.asarray(x), x.sharding)"
+            )
+        raise Unequal(
+            f"{what} is labelled one value and differs between devices {one} and {other}: each worker has "
+            f"its own, and a checkpoint would keep that of one. {let_out(workers)}"
         )
-        if jax.process_count() > 1:
-            problem = max(gathered_json(problem), key=lambda text: (text == "gone", text))
-        if problem == "gone":
-            raise Gone(f"{name} is gone")
-        if problem:
-            raise Damaged(f"{name} is damaged: {problem}")
-        return result
-
-    def _name(self, step: int) -> str:
-        return f"checkpoint {self.directory / str(step)}"
-
-
-def check_rule(on_resize: str) -> None:
-    """Raises ``ValueError`` unless it is a rule for another number of workers."""
-    if on_resize not in RULES:
-        raise ValueError(f"on_resize={on_resize!r}: give one of {', '.join(map(repr, RULES))}")
-
-
-def as_json(data: object) -> Any:
-    """Data as JSON gives it back; raises ``TypeError`` for what it cannot hold."""
-    try:
-        return json.loads(json.dumps(data))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"data={data!r} cannot be held by JSON ({error}): give numbers, strings, lists and dicts"
-        ) from error

@@ -315,6 +315,11 @@ def _gather_in_two(words: jax.Array, axis: Axes, row: int) -> jax.Array:
     return every.swapaxes(0, 1).reshape(workers.size, -1)
 
 
+def gather_rows(rows: jax.Array, axis: Axes) -> jax.Array:
+    """All rows of a bucket, of the chunks ``[rows, 128]`` along an axis, as they are: for checkpoints."""
+    return lax.all_gather(rows, axis, tiled=True)
+
+
 def mean_part(rows: jax.Array, group: Axes) -> jax.Array:
     """Averages ``float32[rows, 128]`` over the devices of a group and keeps this device's part of it.
 

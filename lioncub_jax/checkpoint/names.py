@@ -1,0 +1,38 @@
+"""Names of leaves in a checkpoint, such as ``opt_state.0.mu.kernel``: keys, joined by dots."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+# How files name the fields of this library's states: a field may be called otherwise one day, as here by
+# {"its new name": "its name in files"}. The field that flax's boxes have is no part of a name, so that a
+# module and a plain tree read each other.
+_FIELDS = """step params model_state opt_state rng local_state count mu error owner votes ties parameters
+abstained abstentions unlike pairs inner syncs drift updates nu exchange velocity residual q"""
+NAMES = {name: name for name in _FIELDS.split()} | {"value": ""}
+
+
+def named(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None, name: str = ""
+) -> list[tuple[str, Any]]:
+    """The leaves of a tree in their order, each with its name."""
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
+        parts = [name]
+        for key in path:
+            part = jax.tree_util.keystr((key,), simple=True)
+            field = isinstance(key, jax.tree_util.GetAttrKey)
+            parts.append(NAMES.get(part, part) if field else part)
+        found.append((".".join(filter(None, parts)), leaf))
+    return found
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves by their names as a tree of dicts."""
+    tree: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *path, last = name.split(".")
+        functools.reduce(lambda at, part: at.setdefault(part, {}), path, tree)[last] = leaf
+    return tree

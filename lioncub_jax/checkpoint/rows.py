@@ -1,0 +1,130 @@
+"""Leaves out of the rows in which owners and groups hold them, and back.
+
+In training, momentum of a group lies in slices of buckets, and state of owners in slices of 1/W: rows of
+128. Each device gathers the rows of a bucket, and splits and joins them as a step does, so that
+`exchange.layout` alone knows their order. A leaf keeps the dtype of its bucket.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from lioncub_jax.exchange import layout, wires
+from lioncub_jax.exchange.bits import ROW, round_up
+from lioncub_jax.exchange.layout import BucketLayout
+from lioncub_jax.exchange.means import common_dtype
+from lioncub_jax.mesh.axes import names, worker_index
+from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.specs import cuts_of, product
+
+
+class Rows(NamedTuple):
+    """Rows of a bucket, and what is in them; hashable.
+
+    Attributes:
+      bucket: the bucket.
+      cuts: of an owner in two levels the buckets of its group, by the indices of their slices in
+      ``bucket``. params: by the indices of leaves the parameter: its name, shape and spec.
+      own: True where each worker has leaves of its own, ``[workers, *shape]``; else an owner has a slice.
+      workers: the workers, on a mesh that leaves all to XLA.
+    """
+
+    bucket: BucketLayout
+    cuts: tuple[tuple[int, BucketLayout], ...]
+    params: tuple[tuple[int, str, tuple[int, ...], P], ...]
+    own: bool
+    workers: Workers
+
+    def leaves(self, dtype: Any) -> dict[str, Any]:
+        """Types of the leaves, as they lie whole on each worker."""
+        axis, count = self.workers.axis, product(self.workers.mesh.shape, names(self.workers.axis))
+        return {
+            name: self.workers.shape(
+                P(*(axis,) * self.own, *spec),
+                jax.ShapeDtypeStruct(shape, dtype),
+                *(count,) * self.own,
+            )
+            for _, name, shape, spec in self.params
+        }
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def split(self, spec: P, x: jax.Array) -> dict[str, jax.Array]:
+        """The leaves in an array that lies so, spread over the workers."""
+
+        def of_device(x: jax.Array) -> dict[str, jax.Array]:
+            parts = _to_leaves(x.reshape(-1, ROW), self.bucket, self._over)
+            group = names(self.workers.group)
+            each = [_to_leaves(parts[k], cut, group) for k, cut in self.cuts] or [parts]
+            parts = {k: x for part in each for k, x in part.items()}
+            return {name: parts[k][None] if self.own else parts[k] for k, name, *_ in self.params}
+
+        types = self.leaves(x.dtype)
+        specs = {name: leaf.sharding.spec for name, leaf in types.items()}
+        leaves = jax.shard_map(
+            of_device, mesh=self.workers.mesh, in_specs=spec, out_specs=specs, check_vma=False
+        )(x)
+        for name, leaf in types.items():
+            wide = spread(leaf, self.workers)
+            if wide.shape == leaf.shape:
+                leaves[name] = lax.with_sharding_constraint(leaves[name], wide.sharding)
+        return leaves
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def join(self, to: Any, leaves: Mapping[str, jax.Array]) -> jax.Array:
+        """Undoes `split`, with zeros in the padding, for an array of the type ``to``."""
+        types, local = self.leaves(to.dtype), to.sharding.shard_shape(to.shape)
+
+        def of_device(leaves: Any) -> jax.Array:
+            parts = {k: leaves[n][0] if self.own else leaves[n] for k, n, *_ in self.params}
+            group = names(self.workers.group)
+            if self.cuts:
+                parts = {k: _to_rows(parts, cut, group, cut.rows_per_chunk) for k, cut in self.cuts}
+            return _to_rows(parts, self.bucket, self._over, math.prod(local) // ROW).reshape(local)
+
+        specs = ({name: leaf.sharding.spec for name, leaf in types.items()},)
+        return jax.shard_map(
+            of_device,
+            mesh=self.workers.mesh,
+            in_specs=specs,
+            out_specs=to.sharding.spec,
+            check_vma=False,
+        )({name: leaves[name].astype(to.dtype) for name in types})
+
+    @property
+    def _over(self) -> Any:
+        return names(self.workers.group if self.own else self.workers.axis)
+
+
+def _to_leaves(x: jax.Array, bucket: BucketLayout, over: Any) -> dict[int, jax.Array]:
+    """The leaves of a bucket, out of all its rows or the chunk that this device has."""
+    if len(x) < bucket.rows:
+        x = wires.gather_rows(x, over)
+    return layout.split_bucket(x, bucket.pieces)
+
+
+def _to_rows(leaves: Any, bucket: BucketLayout, over: Any, num_rows: int) -> jax.Array:
+    """The rows of a bucket that this device has: a chunk, or all."""
+    wide, parts = common_dtype(jnp.float32, *leaves.values()), []
+    for piece in bucket.pieces:
+        parts.append(layout.piece_to_rows(layout.join_piece(leaves, piece).astype(wide), piece))
+    rows = layout.pad_rows(jnp.concatenate(parts), bucket.rows)
+    if num_rows < bucket.rows:
+        rows = lax.dynamic_slice_in_dim(rows, worker_index(over) * num_rows, num_rows)
+    return rows.astype(bucket.dtype)
+
+
+def spread(x: Any, workers: Workers) -> Any:
+    """A type with its first dimension cut over all axes of the workers, and as long as that takes."""
+    if not x.shape:
+        return x
+    first, *rest = cuts_of(tuple(x.sharding.spec), x.ndim)
+    over = (*first, *[n for n in workers.axes if n not in first])
+    rows = round_up(x.shape[0], product(workers.mesh.shape, over))
+    spec = P(over, *[cut or None for cut in rest])
+    return workers.shape(spec, jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype))
