@@ -117,9 +117,17 @@ def map_step(
 
 
 class MappedStep:
-    """A step of all workers, on global arrays; see `map_step`.
+    """A step of all workers, on global arrays, as `map_step` returns it.
 
-    Source: this library; see `map_step` for an example.
+    Example:
+      >>> import jax.numpy as jnp, lioncub_jax as lc
+      >>> workers = lc.Workers.one_per_device()
+      >>> mean = lc.map_step(lambda w, rows: (w, jnp.mean(rows @ w)), workers)
+      >>> print(mean.explain(jnp.ones(3), jnp.ones((workers.count, 3))))  # doctest: +ELLIPSIS
+      given
+      ...
+
+    Source: this library.
     """
 
     def __init__(
