@@ -208,13 +208,17 @@ def zero_one_adam(
         abstain = checks.check_abstain(abstain, extra)
         grads = checks.check_leaves(grads)
         checks.check_state(grads, state.mu)
-        given = grads, state, abstain
+        given = grads, state, abstain, (b1, b2, eps)
         specs = specs_in_step(sum(worker_axes(workers), ()), grads, state)
         return placement.on_shards(update_on_device, given, (grads, state), specs)
 
     def update_on_device(
-        grads: optax.Updates, state: OneBitAdamState, abstain: jax.Array | None
+        grads: optax.Updates,
+        state: OneBitAdamState,
+        abstain: jax.Array | None,
+        numbers: tuple[ArrayLike, ArrayLike, ArrayLike],
     ) -> tuple[optax.Updates, OneBitAdamState]:
+        b1, b2, eps = numbers  # a traced one may lie on other axes, where no closure takes it
         is_full = in_full(kappa, min(freeze_after, _NEVER), state.count)
 
         def in_floats(grads: optax.Updates, old: OneBitAdamState) -> OneBitAdamState:

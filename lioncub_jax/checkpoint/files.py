@@ -70,7 +70,7 @@ def restore(
     Source: this library.
     """
     check_rule(on_resize)
-    folder = epath.Path(item)
+    folder = check_directory(item)
     if not folder.exists():
         raise FileNotFoundError(f"there is no folder {folder}")
     with damage("its description"):
