@@ -402,6 +402,8 @@ def descending(
     decay, mask = optax.identity(), checks.decay_mask(mask)
     if not isinstance(weight_decay, (int, float)) or weight_decay:
         decay = optax.add_decayed_weights(weight_decay, mask)
+    elif mask is not None:  # one that does not fit is an error here too
+        decay = optax.masked(decay, mask)
     return optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate))
 
 

@@ -288,7 +288,7 @@ LACKING = [
     (KEEPS, "uses the parameters, which are not there"),
     (
         optax.scale_by_factored_rms(),
-        f".v_row of shape (1,), which is neither ... (16, 128), and ... {BEHIND}",
+        f".v_row of shape (1,), which is neither ... (2, 128), and ... {BEHIND}",
     ),
     (
         optax.adamw(0.1),
