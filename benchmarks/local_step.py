@@ -2,13 +2,14 @@
 
     python benchmarks/local_step.py [--quick]
 
-Measured: blend, pack, the owner's share of counting (or decoding, for momentum at the owner), unpack,
-weight decay and update, for W = 8 workers, on one device. The two collectives are replaced by a
-loopback that hands a worker its own message, W parts of it for one from each of W workers, so that
-every array has its real size and is really written, as a collective would. The candidates take turns
-in one process; a sample is as many calls as take 20 ms, each figure is the median over rounds, each ratio
-the median of the ratios round by round. Buffers are donated, as in a training step. The floor is the bytes
-that must be read and written, once each, at the rate of a copy in the same run.
+Of matrices alone ``optax.contrib.muon`` is beside them, of each and of all of one shape. Measured:
+blend, pack, the owner's share of counting (or decoding, for momentum at the owner), unpack, weight
+decay and update, for W = 8 workers, on one device. The two collectives are replaced by a loopback that
+hands a worker its own message, W parts of it for one from each of W workers, so that every array has
+its real size and is really written, as a collective would. The candidates take turns in one process; a
+sample is as many calls as take 20 ms, each figure is the median over rounds, each ratio the median of
+the ratios round by round. Buffers are donated, as in a training step. The floor is the bytes that must
+be read and written, once each, at the rate of a copy in the same run.
 """
 
 import math
@@ -24,24 +25,28 @@ import optax
 import report
 
 import lioncub_jax as lc
-from lioncub_jax.exchange import decide, layout, transform, wires
+from lioncub_jax import optimizers
+from lioncub_jax.exchange import decide, layout, matrices, transform, wires
 from lioncub_jax.exchange.bits import ROW
-from lioncub_jax.exchange.layout import BucketLayout, Flat
+from lioncub_jax.exchange.layout import BucketLayout
 from lioncub_jax.exchange.message import pack_message, unpack_message
 from lioncub_jax.exchange.pieces import BucketPlan, WorkerPlan
 from lioncub_jax.exchange.step import Exchange
 
 WORKERS = 8
-LION, ADAMW = "optax.lion", "optax.adamw"
+LION, ADAMW, MUON = "optax.lion", "optax.adamw", "optax.contrib.muon"
+FEEDBACK = lc.quantize.error_feedback(lc.quantize.midrise(3))
 COPIED = 2**28  # float32 values
 SAMPLE_SECONDS, MOST_CALLS = 0.02, 4096
 # Shapes by the number of parameters.
+MATRICES = "16M in matrices"
 LAYER = [(256,), (256, 768), (256, 256), (256,), (256, 1024), (1024, 256)]
 MODELS = {
     "1M": [(2**20,)], "4M": [(2**22,)], "16M": [(2**24,)], "64M": [(2**26,)],
     "7M in 54 arrays": LAYER * 9,
+    MATRICES: [(512, 512)] * 16 + [(512, 1024), (1024, 512)] * 4 + [(1024, 1024)] * 8,
 }  # fmt: skip
-QUICK = "4M", "16M"
+QUICK = "4M", "16M", MATRICES
 
 
 class Candidate(NamedTuple):
@@ -50,6 +55,7 @@ class Candidate(NamedTuple):
     step: Any
     state: Any
     wire_bytes: int = 0  # of its messages: each written once by one side and read once by the other
+    params: Any = None  # in shapes of its own
 
 
 def loopback() -> wires.Wire:
@@ -74,28 +80,36 @@ def voting(params: Any, **parts: Any) -> Candidate:
     decision = parts.get("decision", decide.default_for(quantizer))
     codec = decision.codec_of(quantizer)
     exchange = Exchange(
-        ("data",), group=(), momentum_rule=rule, codec=codec, decision=decision, wire=loopback()
-    )
+        ("data",), group=(), momentum_rule=rule, codec=codec, decision=decision, wire=loopback(),
+        matrices=decision.matrices_of(params),
+    )  # fmt: skip
     state = lc.communicate(workers="data", momentum=rule).init(params)
     leaves = jax.tree.leaves(params)
-    buckets = layout.buckets(leaves, WORKERS)
-    state = state._replace(error=transform.zero_errors(codec, params))
+    shared, buckets = transform.bucket_leaves(exchange, leaves, [()] * len(leaves), WORKERS, 1)
+    parts = [jnp.zeros((x.rows_per_chunk, ROW)) for x in shared] if shared else params
+    error = transform.zero_errors(codec, parts)
+    if shared:  # whole matrices are dealt
+        state = state._replace(mu=transform.flats([None] * len(shared), shared))
+        error = transform.flats(error, shared)
+    state = state._replace(error=error)
+    dealt = [transform.deal_of(bucket, shared) for bucket in buckets]
     if decision.has_state:
-        slices = [
-            Flat(decision.init(jnp.zeros((b.rows_per_chunk, ROW), b.dtype)), b) for b in buckets
-        ]
-        state = state._replace(owner=tuple(slices))
+        chunks = [jnp.zeros((b.rows_per_chunk, ROW)) for b in buckets]
+        held = [decision.init(*chunk) for chunk in zip(chunks, dealt, strict=True)]
+        state = state._replace(owner=transform.flats(held, buckets))
 
     def step(params, state, grads):
         here, sizes = [], [None] * len(leaves)
-        for bucket in buckets:
+        if shared:
+            sizes = [transform.sizes_of_part(x, jnp.int32(0), True) for x in shared]
+        for bucket, deal in zip(buckets, dealt, strict=True):
             pieces = layout.pieces(bucket, state.count)
             fmt = transform.format_of(exchange, bucket)
             rows = layout.row_sizes(bucket, sizes, codec.midtread or decision.has_state)
-            here.append(BucketPlan(bucket, pieces, fmt, rows, shard=0, num_shards=1))
+            here.append(BucketPlan(bucket, pieces, fmt, rows, shard=0, num_shards=1, deal=deal))
         plan = WorkerPlan(
             ("data",), worker=jnp.int32(0), num_workers=WORKERS, num_steps=state.count, buckets=here,
-            group_buckets=(), row_sizes=sizes, abstains_per_bucket=False,
+            group_buckets=shared, row_sizes=sizes, abstains_per_bucket=False,
         )  # fmt: skip
         updates, state = transform.take_step(exchange, plan, grads, state, None)
         updates, _ = rest.update(updates, rest.init(params), params)
@@ -122,20 +136,39 @@ def plain(tx: optax.GradientTransformation, params: Any) -> Candidate:
     return Candidate(jax.jit(step, donate_argnums=(0, 1, 2)), tx.init(params))
 
 
+def muons(params: Any) -> dict[str, Candidate]:
+    """Muon as optax has it, of each matrix and of all of one shape, and at the owner, who has an eighth."""
+    stacks = [
+        jnp.stack([x for x in params if x.shape == shape]) for shape in {x.shape for x in params}
+    ]
+    numbers = optax.contrib.MuonDimensionNumbers(1, 2)
+    stacked = optax.contrib.muon(
+        1e-4, consistent_rms=0.2, muon_weight_dimension_numbers=[numbers] * len(stacks)
+    )
+    owner = matrices.AtMatrices(
+        optimizers.muon_of_matrix(), lc.decide.codes(2), optax.scale_by_adam(), None
+    )
+    return {
+        MUON: plain(optax.contrib.muon(1e-4, consistent_rms=0.2), params),
+        f"{MUON}, stacked": plain(stacked, stacks)._replace(params=stacks),
+        "owner_muon": voting(params, quantizer=FEEDBACK, decision=owner),
+    }
+
+
 def candidates(params: Any) -> dict[str, Candidate]:
     """The optimizers that are compared, by name."""
     blend = lc.momentum.blend()
     at_owner = lc.decide.at_owner(optax.scale_by_lion(), lc.decide.sign())
     adam = lc.decide.at_owner(optax.scale_by_adam(), lc.decide.codes(2))
-    feedback = lc.quantize.error_feedback(lc.quantize.midrise(3))
     return {
         LION: plain(optax.lion(1e-4, weight_decay=1e-3), params),
         "1-bit vote": voting(params, momentum=blend),
         "2-bit vote": voting(params, momentum=blend, quantizer=lc.quantize.midrise(2)),
         "3-bit vote": voting(params, momentum=blend, quantizer=lc.quantize.midrise(3)),
-        "owner, 3 bits + feedback": voting(params, quantizer=feedback, decision=at_owner),
+        "owner, 3 bits + feedback": voting(params, quantizer=FEEDBACK, decision=at_owner),
         ADAMW: plain(optax.adamw(1e-4, weight_decay=1e-3), params),
-        "owner_adamw": voting(params, quantizer=feedback, decision=adam),
+        "owner_adamw": voting(params, quantizer=FEEDBACK, decision=adam),
+        **(muons(params) if all(x.ndim == 2 for x in params) else {}),
     }
 
 
@@ -195,8 +228,9 @@ def local(params: Any) -> dict[str, Timed]:
     """Each step with arrays of its own, parameters of zeros and gradients, and the bytes that must move."""
     timed = {}
     for name, one in candidates(params).items():
-        grads = [jax.random.normal(jax.random.key(0), x.shape, x.dtype) for x in params]
-        arrays = jax.tree.map(jnp.copy, params), one.state, grads
+        own = one.params or params
+        grads = [jax.random.normal(jax.random.key(0), x.shape, x.dtype) for x in own]
+        arrays = jax.tree.map(jnp.copy, own), one.state, grads
         # Parameters and state are read and written, gradients read, messages written and read.
         moved = 3 * size_of(params) + 2 * size_of(one.state) + one.wire_bytes
         timed[name] = compiled(one.step, arrays, moved)
@@ -218,6 +252,7 @@ def rows_of(
             "over_floor": median / floor if floor else None,
             "over_lion": float(np.median(times[name] / times[LION])),
             "over_adamw": float(np.median(times[name] / times[ADAMW])),
+            "over_muon": float(np.median(times[name] / times[MUON])) if MUON in times else None,
             "temporary_bytes": memory.temp_size_in_bytes,
             "argument_bytes": memory.argument_size_in_bytes,
             "compile_seconds": one.compile_seconds, "rounds": rounds,
@@ -243,7 +278,9 @@ def size_of(tree: Any) -> int:
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument(
-        "--quick", action="store_true", help="only 4M and 16M parameters in one array, in float32"
+        "--quick",
+        action="store_true",
+        help="only 4M and 16M parameters in float32, and in matrices",
     )
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()

@@ -29,6 +29,7 @@ from lioncub_jax.optimizers import (
     owner,
     owner_adamw,
     owner_lion,
+    owner_muon,
     scale_by_lion_cub,
 )
 from lioncub_jax.training import (
@@ -79,6 +80,7 @@ __all__ = [
     "owner",
     "owner_adamw",
     "owner_lion",
+    "owner_muon",
     "quantize",
     "scale_by_lion_cub",
     "stop_on_sigterm",

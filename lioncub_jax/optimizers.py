@@ -10,6 +10,7 @@ Every method but the baseline in the last line is one call of `communicate`:
 | the same, `wire=counts()` | as above | (all-reduce) | nothing: the sum is everywhere |
 | `owner_lion` | p bits of its gradient | one global momentum, Lion | Lion's sign, exactly |
 | `owner_adamw`, `owner(tx)` | p bits of its gradient | AdamW, or tx | the update, in q bits |
+| `owner_muon` | p bits of its gradient | Muon, of whole matrices | the update, in q bits |
 | `global_gradients(tx)` | its gradient, float32 | (all-reduce) | nothing: the mean is everywhere |
 
 The parameters are cut into W chunks. The owner of a chunk is the worker that decides on it for all, as a
@@ -18,6 +19,7 @@ optax: ``lion_cub`` has `scale_by_lion_cub` where ``optax.lion`` has ``optax.sca
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -25,17 +27,20 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from lioncub_jax.exchange import checks, decide, momentum, quantize, wires
+from lioncub_jax.exchange import checks, dealing, decide, momentum, quantize, wires
 from lioncub_jax.exchange.arguments import (
     check_betas,
+    check_count,
     check_decay,
     check_floating,
     check_kinds,
     check_number,
     check_rates,
 )
+from lioncub_jax.exchange.dealing import DimensionNumbers
 from lioncub_jax.exchange.decide import ReplyCodec
 from lioncub_jax.exchange.mapped import on_workers
+from lioncub_jax.exchange.matrices import AtMatrices
 from lioncub_jax.exchange.quantize import Quantizer
 from lioncub_jax.exchange.sync import Schedule, sync_momentum
 from lioncub_jax.exchange.transform import communicate
@@ -47,6 +52,7 @@ from lioncub_jax.mesh.specs import StateSpecs
 
 # A tree of bools like the parameters, or a function of them to one; None for all leaves.
 Mask: TypeAlias = optax.Params | Callable[[optax.Params], optax.Params] | None
+NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315  # of Muon, as optax has them
 
 
 def lion_cub(
@@ -288,8 +294,7 @@ def owner_adamw(
       This library; the optimizer is AdamW (arXiv 1711.05101), its chunks are ZeRO-1's (arXiv 1910.02054).
     """
     check_betas(b1=b1, b2=b2)
-    allowed = "give a number above 0 in float32, such as 1e-8"
-    check_number(f"eps={eps!r}", eps, lambda eps: bool(np.float32(eps)), allowed)
+    _check_eps(eps)
     direction = owner(
         _with_numbers(optax.scale_by_adam, b1, b2, eps), workers=workers, quantizer=quantizer,
         reply=reply, wire=wire, bucket_size=bucket_size,
@@ -297,10 +302,154 @@ def owner_adamw(
     return descending(direction, learning_rate, weight_decay, mask)
 
 
+def owner_muon(
+    learning_rate: optax.ScalarOrSchedule,
+    ns_coeffs: Any = NEWTON_SCHULZ, ns_steps: int = 5,
+    beta: ArrayLike = 0.95, eps: ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0, weight_decay_mask: Mask = None,
+    mu_dtype: DTypeLike | None = None,
+    *,
+    workers: AxisName | Workers | None,
+    nesterov: bool = True, adaptive: bool = False, preconditioning: Any = "frobenius",
+    adam_b1: ArrayLike = 0.9, adam_b2: ArrayLike = 0.999, adam_eps_root: ArrayLike = 0.0,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    muon_weight_dimension_numbers: DimensionNumbers = None,
+    consistent_rms: ArrayLike | None = 0.2,
+    quantizer: Quantizer | None = None, reply: ReplyCodec | None = None, wire: Wire | None = None,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
+    """Muon of the hidden matrices and AdamW of the rest, once for all workers: each matrix at one owner.
+
+    Muon orthogonalises the momentum of a matrix, so that its update has singular values near 1. With the
+    mean ``g`` of what workers sent, the momentum ``mu`` of a matrix ``[m, n]`` in step t, and Newton-Schulz
+    ``N``::
+
+        mu = beta mu + (1 - beta) g
+        c  = beta mu / (1 - beta^(t+1)) + (1 - beta) g / (1 - beta^t)
+        u  = consistent_rms sqrt(max(m, n)) N(c / (|c| + eps))
+        p  = p - learning_rate (u + weight_decay p)
+
+    It is ``optax.contrib.scale_by_muon`` that an owner runs, of whole matrices in float32, 1/W of all; and
+    ``optax.scale_by_adam`` of slices of the rest. See `owner` with ``rest``.
+
+    **Which leaves are matrices** is said as in optax. By default it is those of two dimensions, embeddings
+    among them, which AdamW suits better: give None for them. Others go to AdamW. So layers that are
+    scanned, ``[layers, m, n]``, need ``MuonDimensionNumbers(1, 2)``; a warning names what is left out.
+
+    **What differs from optax.contrib.muon.** ``consistent_rms`` is 0.2 by default, as measured. All
+    arithmetic and all moments are float32, also of bfloat16 parameters (``mu_dtype`` is that of the first
+    moments at rest). ``ns_coeffs`` are numbers, not the name of a preset. Vectors, convolutions and other
+    small leaves gain nothing: see docs/how_to/choose.md.
+
+    Args:
+      learning_rate: a number or an optax schedule.
+      ns_coeffs: three coefficients, or as many triples as ``ns_steps``.
+      ns_steps: how often Newton-Schulz is iterated; static.
+      beta: decay of the momentum of matrices, in [0, 1).
+      eps: added to the norm of a matrix and to the root of AdamW's second moment, above 0.
+      weight_decay: of matrices, decoupled, multiplied with the learning rate.
+      weight_decay_mask: the matrices that decay, a tree of bools or a function of the parameters.
+      mu_dtype: dtype of the first moments; None for float32.
+      workers: as `owner_adamw`. One worker alone is ``optax.contrib.muon`` with these arguments, to the
+        last bits of float32: XLA compiles another program.
+      nesterov: whether the momentum looks ahead, and AdamW's likewise.
+      adaptive: whether an update is scaled by its product with the momentum.
+      preconditioning: "frobenius", "spectral", "aol" or "schatten".
+      adam_b1: decay of AdamW's first moment, in [0, 1).
+      adam_b2: decay of its second moment, in [0, 1).
+      adam_eps_root: added inside of its root.
+      adam_weight_decay: of leaves that are no matrices.
+      adam_learning_rate: of these leaves; None for ``learning_rate``.
+      muon_weight_dimension_numbers: a tree (prefix) of ``optax.contrib.MuonDimensionNumbers`` like the
+        parameters, None for a leaf that is no matrix, or a function of the parameters to one. Heads are
+        joined by several axes, such as ``MuonDimensionNumbers(0, (1, 2))``; all other axes have more
+        matrices.
+      consistent_rms: root mean square of an update; None for ``sqrt(max(1, n / m))`` times its matrix.
+      quantizer: codes of gradients, ``error_feedback(midrise(3))`` by default, 3 bits.
+      reply: codes of the update on its way back, ``decide.codes(2)`` by default, 2 bits.
+      wire: ``wires.two_phase()``, the default, by which each matrix has one owner.
+
+    Returns:
+      A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
+
+    Raises:
+      ValueError, TypeError: as `owner`.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> def hidden(params):
+      ...     return jax.tree.map_with_path(
+      ...         lambda path, x: MuonDimensionNumbers() if "kernel" in path[-1].key else None, params
+      ...     )
+      >>> tx = lc.owner_muon(
+      ...     0.01, weight_decay=0.1, workers="data", muon_weight_dimension_numbers=hidden
+      ... )
+
+    References:
+      Jordan et al., Muon (2024); Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982).
+    """
+    check_betas(beta=beta, adam_b1=adam_b1, adam_b2=adam_b2)
+    for b in (beta, adam_b1):
+        check_decay(b, mu_dtype)
+    _check_eps(eps)
+    check_count(f"ns_steps={ns_steps!r}", ns_steps)
+    how = {
+        "ns_steps": ns_steps, "mu_dtype": mu_dtype, "nesterov": nesterov, "adaptive": adaptive,
+        "preconditioning": preconditioning,
+    }  # fmt: skip
+    adam = partial(optax.scale_by_adam, mu_dtype=mu_dtype, nesterov=nesterov)
+    muon = partial(muon_of_matrix, **how)
+    direction = owner(
+        _with_numbers(muon, ns_coeffs, beta, eps, consistent_rms), workers=workers,
+        rest=_with_numbers(adam, adam_b1, adam_b2, eps, adam_eps_root),
+        dimension_numbers=muon_weight_dimension_numbers, quantizer=quantizer, reply=reply, wire=wire,
+    )  # fmt: skip
+
+    def labels(params: optax.Params) -> Any:
+        each = dealing.matrices_of(muon_weight_dimension_numbers, params)
+        return jax.tree.unflatten(jax.tree.structure(params), [bool(one.rows) for one in each])
+
+    rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    behind = {
+        True: descending(optax.identity(), learning_rate, weight_decay, weight_decay_mask),
+        False: descending(optax.identity(), rate, adam_weight_decay, None),
+    }
+    return optax.chain(direction, optax.partition(behind, labels))
+
+
+def muon_of_matrix(
+    ns_coeffs: Any = NEWTON_SCHULZ,
+    beta: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-8,
+    consistent_rms: ArrayLike | None = 0.2,
+    **how: Any,
+) -> optax.GradientTransformation:
+    """Muon of one matrix, scaled by its shape; ``how`` has the rest of ``optax.contrib.scale_by_muon``."""
+    muon = optax.contrib.scale_by_muon(ns_coeffs, beta=beta, eps=eps, **how)
+
+    def init(params: jax.Array) -> Any:  # coefficients are no state
+        return muon.init(params)._replace(ns_coeffs=())
+
+    def update(updates: jax.Array, state: Any, params: None = None) -> tuple[jax.Array, Any]:
+        m, n = updates.shape
+        u, state = muon.update(updates, state._replace(ns_coeffs=muon.init(updates).ns_coeffs))
+        rms = consistent_rms
+        scale = max(1, n / m) ** 0.5 if rms is None else rms * max(m, n) ** 0.5
+        return u * scale, state._replace(ns_coeffs=())
+
+    return optax.GradientTransformation(init, update)
+
+
+def _check_eps(eps: ArrayLike) -> None:
+    allowed = "give a number above 0 in float32, such as 1e-8"
+    check_number(f"eps={eps!r}", eps, lambda eps: bool(np.float32(eps)), allowed)
+
+
 def owner(
     tx: optax.GradientTransformation,
     *,
     workers: AxisName | Workers | None,
+    rest: optax.GradientTransformation | None = None, dimension_numbers: DimensionNumbers = None,
     quantizer: Quantizer | None = None, reply: ReplyCodec | None = None, wire: Wire | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
@@ -317,10 +466,16 @@ def owner(
     ...)``, any transform can stand, elementwise or not; its state is then the same on every worker. If no
     worker takes part, it sees zeros.
 
+    **With** ``rest`` **an owner has whole matrices**, 1/W of all, and ``tx`` is given one ``[m, n]`` at a
+    time: Muon, or norms of rows and columns. Its state has arrays of that shape, and numbers; ``rest`` is
+    elementwise, for all other leaves.
+
     Args:
       tx: such as ``optax.scale_by_adam()``. What mixes elements (a norm, a matrix) and what uses the
         parameters (weight decay) stands behind it in the chain.
       workers: as `lion_cub`.
+      rest: the transform of what is no matrix, where ``tx`` is one of whole matrices; else None.
+      dimension_numbers: then, which leaves are matrices, as `owner_muon`.
       quantizer: of gradients; ``error_feedback(midrise(3))`` by default; ``dense()`` for the exact mean.
       reply: codes of the update on its way back: ``decide.codes(2)`` by default, for any ``tx``;
         ``decide.sign()`` where ``tx`` ends in a sign, ``decide.values()`` for float32.
@@ -351,9 +506,14 @@ def owner(
     check_kinds(tx=(tx, optax.GradientTransformation))
     if quantizer is None:
         quantizer = quantize.error_feedback(quantize.midrise(3))
+    reply = decide.codes(2) if reply is None else reply
+    decision = decide.at_owner(tx, reply)
+    if rest is not None:
+        check_kinds(rest=(rest, optax.GradientTransformation))
+        decision = AtMatrices(tx, reply, rest, dimension_numbers)
     return communicate(
         workers=workers, momentum=momentum.nothing(), quantizer=quantizer, wire=wire,
-        decision=decide.at_owner(tx, reply), bucket_size=bucket_size,
+        decision=decision, bucket_size=bucket_size,
     )  # fmt: skip
 
 

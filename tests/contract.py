@@ -50,6 +50,7 @@ TRANSFORMS = {
     "average": rated(LION, lc.distributed_lion, average=True),
     "owner": rated(LION, lc.owner_lion),
     "owner, adamw": rated(optax.adamw(RATE, weight_decay=0.0), lc.owner_adamw),
+    "owner, muon": rated(optax.contrib.muon(RATE, consistent_rms=0.2), lc.owner_muon),
     "owner, trace": like(
         optax.trace(0.9), lc.owner, optax.trace(0.9), quantizer=Q.dense(), reply=lc.decide.values()
     ),
@@ -82,6 +83,7 @@ def test_every_optimizer_signs():
         "owner",
         "owner_lion",
         "owner_adamw",
+        "owner_muon",
         "global_gradients",
     }
     assert makers == ours | {*baselines.__all__}
@@ -171,8 +173,8 @@ def test_the_bytes_of_the_program_are_those_that_are_predicted(name):
         assert always.total() == pytest.approx(asked.sent_bytes, rel=1e-12)
         assert gated.total() == pytest.approx(asked.stages[-1] - asked.sent_bytes)
     # Over the other axes go flags and counts of votes, and a shared scale.
-    inside = sum(x.sent_bytes for x in found if x.axes == ("tensor",))
-    assert inside <= 40 and all(x.axes in {("data",), ("tensor",)} for x in found)
+    inside = sum(x.sent_bytes for x in found if x.axes == ("tensor",)) - asked.group_bytes
+    assert 0 <= inside <= 40 and all(x.axes in {("data",), ("tensor",)} for x in found)
     assert asked.parameters == 34 * 130 / 2 + 65 + 1
 
 
@@ -181,7 +183,8 @@ def test_the_bytes_of_the_program_are_those_that_are_predicted(name):
 # Fields that differ between workers, each worker's or each owner's own; all others are the same everywhere.
 OWN = {
     "vote": "mu", "average": "mu", "signum": "mu", "owner": "error owner.mu",
-    "owner, adamw": "error owner.mu owner.nu owner.error", "owner, trace": "owner.trace",
+    "owner, adamw": "error owner.mu owner.nu owner.error",
+    "owner, muon": "error owner.mu owner.nu owner.error", "owner, trace": "owner.trace",
     "ef_signsgd": "error owner.error",
     "diloco, 4 bits": "error owner.error", "vote, synced in codes": "mu owner.error",
     "powersgd": "error", "one_bit_adam": "error owner.error", "zero_one_adam": "error owner.error",
@@ -195,7 +198,7 @@ def own_fields(name):
 
 def field_of(path):
     """``owner.mu`` of ``[0].owner[1].value.mu``, ``error`` of ``[0].error['w']``."""
-    names = re.findall(r"\.(\w+)", path)
+    names = re.findall(r"\.(\w+)", path.removesuffix(".value"))
     return ".".join(["owner"] * ("owner" in names) + names[-1:])
 
 
@@ -405,8 +408,8 @@ def test_sixty_four_bits_change_no_dtype_and_no_number(name):
 def test_an_update_has_the_dtype_of_its_gradient_where_jax_promotes_nothing(name, workers, dtypes):
     kinds, workers = dict(zip(SHAPES, dtypes, strict=True)), workers_on(f"data={workers}")
     # Adam of optax itself takes a number to the power of a count.
-    dtype_promotion = jax.numpy_dtype_promotion("standard" if name == "owner, adamw" else "strict")
-    with dtype_promotion, jax.numpy_rank_promotion("raise"), jax.enable_x64(dtypes == LONG):
+    own = jax.numpy_dtype_promotion("standard" if re.search("adamw|muon", name) else "strict")
+    with own, jax.numpy_rank_promotion("raise"), jax.enable_x64(dtypes == LONG):
         on = lc.on_mesh(transform(name, workers), workers, specs=WHOLE)
         params = {k: jax.ShapeDtypeStruct(SHAPES[k], kind) for k, kind in kinds.items()}
         grads = jax.tree.map(lambda x: x.update(shape=(workers.count, *x.shape)), params)
@@ -452,7 +455,9 @@ def test_one_worker_alone_is_the_plain_optimizer():
     for found in (outcomes(on, 1), outcomes(without)):
         for name in found:
             # Adam's roots and quotients are fused with what follows, or not.
-            assert_same(found[name], want[name], atol=1e-6 if "adam" in name else 0)
+            # And XLA multiplies matrices in other programs.
+            near = 1e-6 if re.search("adam|muon", name) else 0
+            assert_same(found[name], want[name], atol=near)
 
 
 INJECTED = {  # what is static besides the axis
@@ -524,8 +529,9 @@ def test_what_no_transform_can_work_with_is_refused(name):
     refused(lambda: traced(tx, abstain=np.float32(1)), "abstain", "float32", "one bool")
     others = {**PARAMS, "w": np.ones((35, 130), np.float32)}
     if any("owner" not in field for field in own_fields(name)):
+        said = ["for other parameters"] if "muon" in name else ["is of other parameters", "shows"]
         for of in (others, {"w": others["w"]}):
-            refused(lambda of=of: traced(tx, of=of), "the state is of other parameters", "shows")
+            refused(lambda of=of: traced(tx, of=of), *said)
     refused(
         lambda: traced(optax.chain(tx, tx)), "from a vote before this one", "vote or average once"
     )

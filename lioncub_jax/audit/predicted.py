@@ -15,6 +15,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from lioncub_jax.audit.compiled import Collective, Operand
 from lioncub_jax.exchange.arguments import check_kinds
+from lioncub_jax.exchange.bits import ROW
+from lioncub_jax.exchange.dealing import Deal
+from lioncub_jax.exchange.layout import Flat
 from lioncub_jax.exchange.traced import jaxprs_in, named_axes
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.placement import Workers, check_workers
@@ -34,6 +37,7 @@ _OPS = {
     "reduce_scatter": "reduce-scatter",
 }
 _QUIET = {"axis_index", "pvary", "shard_map"}  # they name axes, and nothing travels
+MUCH = 0.1  # of filling
 _FLAGS = 4  # numbers: flags and counts of votes inside a worker, which are not counted
 
 
@@ -45,10 +49,13 @@ class Traffic(NamedTuple):
       parameters: elements that each device holds: all of them, or its shard or slice.
       sent_bytes: bytes that each device sends to other workers, padding and all side information
         included; where the number of the step decides, as in warm-ups and syncs, the fewest.
-      group_bytes: bytes that it sends inside its group, in two levels.
+      group_bytes: bytes that it sends inside its worker: in its group, in two levels, and of whole matrices
+        that are cut over inner axes.
       stages: where the number of the step decides, ``sent_bytes`` of each way that a step can go, in the
         order of the program's branches: without and with a sync, or the stages of a warm-up.
       collectives: of ``sent_bytes`` and ``group_bytes``, one after the other.
+      filling: of whole matrices at owners, how much of what travels is empty, over the parameters.
+      advice: what to do about it, where that is much.
     """
 
     num_workers: int
@@ -57,6 +64,17 @@ class Traffic(NamedTuple):
     group_bytes: float = 0.0
     stages: tuple[float, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    filling: float = 0.0
+
+    @property
+    def advice(self) -> str:
+        """Two levels, where some owners have no matrix; else nothing."""
+        much = f"{self.filling:.0%} of what travels is empty, as there are few matrices for the owners: "
+        return (
+            f"{much}put devices together, Workers(mesh, axis, group=...)"
+            if self.filling > MUCH
+            else ""
+        )
 
     @property
     def bits_per_parameter(self) -> float:
@@ -106,7 +124,8 @@ def of(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     grads = jax.tree.map(lambda x: x.update(shape=(workers.count, *x.shape)), shapes)
     on = on_mesh(tx, workers, specs=cut)
-    traced = jax.make_jaxpr(on.update)(grads, jax.eval_shape(on.init, shapes), shapes)
+    state = jax.eval_shape(on.init, shapes)
+    traced = jax.make_jaxpr(on.update)(grads, state, shapes)
     ways = _ways(traced.jaxpr, workers)
     # Of each way that a step can go.
     sent = [_sum_bytes(way, workers, between=True) for way in ways]
@@ -122,7 +141,17 @@ def of(
         group_bytes=_sum_bytes(usual, workers, between=False),
         stages=tuple(sent),
         collectives=tuple(usual),
+        filling=_filling(state),
     )
+
+
+def _filling(state: Any) -> float:
+    """The empty share of all deals in a state."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Flat))
+    found = {x.bucket for x in nodes if isinstance(x, Flat) and isinstance(x.bucket, Deal)}
+    places = sum(deal.num_chunks * deal.rows_per_chunk * ROW for deal in found)
+    elements = sum(run.number * run.size for deal in found for run in deal.pieces)
+    return places / elements - 1 if elements else 0.0
 
 
 def _ways(program: Jaxpr, workers: Workers, times: int = 1) -> list[list[Collective]]:
@@ -135,7 +164,7 @@ def _ways(program: Jaxpr, workers: Workers, times: int = 1) -> list[list[Collect
         name, inner = step.primitive.name, jaxprs_in(step)
         if name in _OPS:
             one = _collective(_OPS[name], step, workers, times)
-            inside = set(one.axes or ()) & {*axes.names(workers.group)}
+            inside = set(one.axes or ()) & {*axes.names(workers.group)} or one.op != "all-reduce"
             if _is_between(one, workers) or (inside and one.operands[0].size > _FLAGS):
                 for way in ways:
                     way.append(one)

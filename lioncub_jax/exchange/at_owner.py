@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 from lioncub_jax.exchange import bits, kernels, layout, quantize, rotation, traced, xla
 from lioncub_jax.exchange.arguments import check_floating, check_kinds, part
 from lioncub_jax.exchange.bits import ROW
-from lioncub_jax.exchange.decision import DecideContext, Decision, Planes
+from lioncub_jax.exchange.dealing import Deal
+from lioncub_jax.exchange.decision import DecideContext, Decision, Place, Planes
 from lioncub_jax.exchange.means import at_least_float32
 from lioncub_jax.exchange.message import (
     BucketStats,
@@ -93,7 +94,7 @@ class AtOwner(Decision):
             )
         return quantizer.value
 
-    def init(self, rows: jax.Array) -> OwnerState:
+    def init(self, rows: jax.Array, deal: Deal | None) -> OwnerState:
         """State of ``tx`` and the error of replies; ``ValueError`` if ``tx`` needs more than a chunk."""
         inner = self.tx.init(rows)
         traced.check_elementwise(self.tx, rows, inner)
@@ -106,7 +107,9 @@ class AtOwner(Decision):
         mean = mean_of_values(received, context).reshape(-1, ROW)
         if context.codec.rotates:
             mean = rotation.undone(mean, context.num_steps)
-        u, valid, inner = self.run(mean, received.present, context.row_sizes, state.inner)
+        u, valid, inner = self.run(
+            mean, received.present, context.row_sizes, context.place, state.inner
+        )
         stats = BucketStats(jnp.uint32(0), (), received.present)
         reply, error = self.codec.encode(u, valid, context, stats, state.error)
         return reply, OwnerState(inner, error)
@@ -116,14 +119,21 @@ class AtOwner(Decision):
         mean: jax.Array,
         present: jax.Array,
         row_sizes: jax.Array | None,
+        place: Place,
         state: optax.OptState,
     ) -> tuple[jax.Array, jax.Array, optax.OptState]:
         """``u`` in float32, the elements where it is valid, and the next state of ``tx``."""
         valid = jnp.isfinite(mean) & (present > 0)
         if row_sizes is not None:  # else padding moves its row, and a checkpoint loses it
             valid &= layout.real_elements(row_sizes)
-        u, new = self.tx.update(jnp.where(valid, mean, 0), jax.tree.map(_widened, state))
-        return u.astype(jnp.float32), valid, _where_valid(valid, new, state)
+        u, new = self.transformed(mean, valid, place, state)
+        return u, valid, new
+
+    def transformed(
+        self, mean: jax.Array, valid: jax.Array, place: Place, state: optax.OptState
+    ) -> tuple[jax.Array, optax.OptState]:
+        """``u`` in float32 and the next state, which stays where the mean is not valid."""
+        return elementwise(self.tx, mean, valid, state)
 
     def decode(
         self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
@@ -144,10 +154,11 @@ class AtOwner(Decision):
         mean: jax.Array,
         present: jax.Array,
         row_sizes: jax.Array | None,
+        place: Place,
         state: OwnerState,
     ) -> tuple[jax.Array, OwnerState]:
         """``u`` of a single worker, ``float32[rows, 128]``, plus the error of earlier replies."""
-        u, valid, inner = self.run(mean * share(present), present, row_sizes, state.inner)
+        u, valid, inner = self.run(mean * share(present), present, row_sizes, place, state.inner)
         if not jax.tree.leaves(state.error):
             return jnp.where(valid, u, 0), OwnerState(inner, ())
         u = jnp.where(valid, u + state.error.astype(jnp.float32), 0)
@@ -179,7 +190,15 @@ def share(present: jax.Array) -> jax.Array:
     return 1 / jnp.maximum(present, 1).astype(jnp.float32)
 
 
-def _widened(x: jax.Array) -> jax.Array:
+def elementwise(
+    tx: optax.GradientTransformation, mean: jax.Array, valid: jax.Array, state: optax.OptState
+) -> tuple[jax.Array, optax.OptState]:
+    """``tx`` of the rows of a chunk, ``u`` in float32; its state stays where they are not valid."""
+    u, new = tx.update(jnp.where(valid, mean, 0), jax.tree.map(widened, state))
+    return u.astype(jnp.float32), _where_valid(valid, new, state)
+
+
+def widened(x: jax.Array) -> jax.Array:
     """A moment wide enough that no beta is rounded with it; a counter as it is."""
     return at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 

@@ -5,9 +5,11 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 import optax
+from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import layout
 from lioncub_jax.exchange.bits import ROW
+from lioncub_jax.exchange.dealing import Deal, Matrices
 from lioncub_jax.exchange.message import (
     Format,
     Inbox,
@@ -18,6 +20,18 @@ from lioncub_jax.exchange.message import (
 from lioncub_jax.exchange.quantize import Codec, Quantizer
 
 Planes: TypeAlias = Sequence[jax.Array]
+
+
+class Place(NamedTuple):
+    """Where the rows are on which a worker decides.
+
+    Attributes:
+      worker: ``int32[]``, its index.
+      deal: of their leaves, if whole matrices were dealt; else None.
+    """
+
+    worker: jax.Array
+    deal: Deal | None
 
 
 class DecideContext(NamedTuple):
@@ -31,6 +45,7 @@ class DecideContext(NamedTuple):
         where padding cannot count.
       tie_bits: ``uint32[chunks, words]``, fair bits for ties, the same on every worker.
       num_steps: ``int32[]``, steps taken before.
+      place: of the rows.
     """
 
     codec: Codec
@@ -39,6 +54,7 @@ class DecideContext(NamedTuple):
     row_sizes: jax.Array | None
     tie_bits: jax.Array
     num_steps: jax.Array
+    place: Place
 
     def real(self) -> jax.Array:
         """``bool[chunks, rows, 128]``: elements that are no padding, where there are row sizes."""
@@ -65,13 +81,20 @@ class Decision:
 
     name = ""
     has_state = False  # whether the owner of a chunk keeps a state
+    of_matrices = False  # whether a chunk is whole matrices, see `dealing`
+
+    def matrices_of(
+        self, params: optax.Params, specs: Sequence[P] | None = None
+    ) -> tuple[Matrices, ...] | None:
+        """The matrices of each leaf, if ``of_matrices``; see `dealing.matrices_of`."""
+        return None
 
     def codec_of(self, quantizer: Quantizer) -> Codec:
         """The codec of a quantizer whose codes it takes; ``ValueError`` where the quantizer has none."""
         raise NotImplementedError
 
-    def init(self, rows: jax.Array) -> optax.OptState:
-        """The owner's state of a chunk ``float[rows, 128]``, if ``has_state``."""
+    def init(self, rows: jax.Array, deal: Deal | None) -> optax.OptState:
+        """The owner's state of a chunk ``float[rows, 128]``, if ``has_state``; of a deal, see `Place`."""
         raise NotImplementedError
 
     def decide(
@@ -113,6 +136,7 @@ class Decision:
         mean: jax.Array,
         present: jax.Array,
         row_sizes: jax.Array | None,
+        place: Place,
         state: optax.OptState,
     ) -> tuple[jax.Array, optax.OptState]:
         """The result ``float32[rows, 128]`` of a single worker, if ``has_state``, and the next state.
@@ -121,6 +145,7 @@ class Decision:
           mean: ``c + e`` of a bucket, ``float32[rows, 128]``.
           present: ``uint32[]``, 1; 0 if the worker abstains.
           row_sizes: as in `DecideContext`.
+          place: likewise.
           state: the owner's.
         """
         raise NotImplementedError

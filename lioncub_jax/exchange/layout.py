@@ -138,7 +138,7 @@ class Flat:
     """
 
     value: Any
-    bucket: BucketLayout = dataclasses.field(metadata={"static": True})
+    bucket: Any = dataclasses.field(metadata={"static": True})
 
 
 def register_with_flax() -> None:
@@ -179,7 +179,7 @@ _OTHER_ORDER = (
 )
 
 
-def check_order(flats: Sequence[Flat], buckets: Sequence[BucketLayout]) -> None:
+def check_order(flats: Sequence[Flat], buckets: Sequence[Any]) -> None:
     """Raises ``ValueError`` if a state was built for other buckets than this step has."""
     if [x.bucket.pieces for x in flats] != [bucket.pieces for bucket in buckets]:
         given = f"chunks of the state, of {len(flats)} buckets,"

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lioncub_jax.exchange import bits, kernels, layout, quantize, rotation, xla
+from lioncub_jax.exchange import bits, dealing, kernels, layout, quantize, rotation, xla
 from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW
-from lioncub_jax.exchange.decision import DecideContext, Decision
+from lioncub_jax.exchange.dealing import Deal
+from lioncub_jax.exchange.decision import DecideContext, Decision, Place
 from lioncub_jax.exchange.layout import BucketLayout, Piece
 from lioncub_jax.exchange.means import at_least_float32
 from lioncub_jax.exchange.message import Format, Message, Reply
@@ -37,6 +38,7 @@ class BucketPlan(NamedTuple):
         padding cannot count.
       shard: ``uint32[]``, index of the shard of the leaves on this device; 0 for whole leaves.
       num_shards: shards of each leaf.
+      deal: of its rows, if whole matrices were dealt; else None.
     """
 
     layout: BucketLayout
@@ -45,6 +47,7 @@ class BucketPlan(NamedTuple):
     row_sizes: jax.Array | None
     shard: jax.Array | int
     num_shards: int
+    deal: Deal | None
 
 
 class WorkerPlan(NamedTuple):
@@ -57,7 +60,7 @@ class WorkerPlan(NamedTuple):
       num_steps: ``int32[]``, steps taken before.
       buckets: in which its leaves travel.
       group_buckets: in a group of devices, the buckets of whole leaves that the group shares; this device's
-        part of each is a leaf of ``buckets``. () without a group.
+        part of each is a leaf of ``buckets``. Likewise deals of whole matrices. () without either.
       row_sizes: for each part of a group bucket ``int32[rows]``, elements that are no padding; None for a
         leaf that is whole.
       abstains_per_bucket: the worker abstains only from buckets with a value that is not finite.
@@ -68,7 +71,7 @@ class WorkerPlan(NamedTuple):
     num_workers: int
     num_steps: jax.Array
     buckets: Sequence[BucketPlan]
-    group_buckets: Sequence[BucketLayout]
+    group_buckets: Sequence[BucketLayout | Deal]
     row_sizes: Sequence[jax.Array | None]
     abstains_per_bucket: bool
 
@@ -261,6 +264,7 @@ def decide_context(
         row_sizes=sizes,
         tie_bits=tie_bits.reshape(num_chunks, words),
         num_steps=plan.num_steps,
+        place=Place(plan.worker, bucket.deal),
     )
 
 
@@ -312,8 +316,11 @@ def leaves_of_group(plan: WorkerPlan, parts: dict[int, jax.Array]) -> dict[int, 
     """Leaves by index, from all parts of each group bucket, ``[devices, rows, 128]``."""
     leaves: dict[int, jax.Array] = {}
     for k, bucket in enumerate(plan.group_buckets):
-        pieces = layout.pieces(bucket, plan.num_steps)
-        leaves |= layout.split_bucket(parts[k].reshape(-1, ROW), pieces)
+        rows = parts[k].reshape(-1, ROW)
+        if isinstance(bucket, Deal):
+            leaves |= dealing.split(rows, bucket)
+        else:
+            leaves |= layout.split_bucket(rows, layout.pieces(bucket, plan.num_steps))
     return leaves
 
 

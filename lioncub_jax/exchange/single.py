@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from lioncub_jax.exchange import layout, quantize, wires
+from lioncub_jax.exchange.decision import Place
 from lioncub_jax.exchange.message import BucketStats
 from lioncub_jax.exchange.pieces import WorkerPlan, WorkerState, plus_error
 from lioncub_jax.exchange.step import Exchange, StepResult, step
@@ -64,7 +65,7 @@ def single_worker_step(
         for k, bucket in enumerate(plan.buckets):
             rows = layout.join_bucket(values, bucket.layout)
             rows, new_owner_states[k] = decision.decide_locally(
-                rows, present, bucket.row_sizes, owner_states[k]
+                rows, present, bucket.row_sizes, Place(plan.worker, bucket.deal), owner_states[k]
             )
             for i, x in layout.split_bucket(rows, bucket.layout.pieces).items():
                 values[i] = x

@@ -56,6 +56,7 @@ from typing import NamedTuple
 import jax
 import optax
 
+from lioncub_jax.exchange.dealing import Matrices
 from lioncub_jax.exchange.decision import Decision
 from lioncub_jax.exchange.message import BucketStats, join
 from lioncub_jax.exchange.momentum import MomentumRule
@@ -88,6 +89,7 @@ class Exchange(NamedTuple):
       decision: its ``decide`` maps the codes of all workers to a reply, its ``decode`` a reply to ``u``.
       wire: the collectives; if ``wire.sharded`` each worker decides on its chunk, else all on all chunks.
       bucket_size: elements after which a new bucket begins; None for no limit. The plan follows it.
+      matrices: of each leaf, where the decision is about whole ones; else None.
     """
 
     axis: Axes
@@ -97,6 +99,12 @@ class Exchange(NamedTuple):
     decision: Decision
     wire: Wire
     bucket_size: int | None = None
+    matrices: tuple[Matrices, ...] | None = None
+
+    @property
+    def shares(self) -> bool:
+        """True where leaves are joined to rows first: of a group, or of whole matrices."""
+        return bool(self.group) or self.matrices is not None
 
 
 class StepResult(NamedTuple):

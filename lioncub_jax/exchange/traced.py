@@ -33,13 +33,16 @@ def named_axes(eqn: JaxprEqn) -> Axes:
     return tuple(n for n in axes.names(named) if isinstance(n, str))
 
 
-def check_elementwise(tx: optax.GradientTransformation, rows: jax.Array, state: Any) -> None:
+def check_elementwise(
+    tx: optax.GradientTransformation, rows: jax.Array, state: Any, may_mix: bool = False
+) -> None:
     """Raises ``ValueError`` for a transform that mixes elements, or needs more than a chunk of the rows.
 
     Args:
       tx: the transform.
       rows: a chunk of updates.
       state: of that chunk.
+      may_mix: True for a transform of whole matrices.
     """
     behind = (
         "and an owner has only a chunk of each array. Give the owner what is elementwise, or nothing, and "
@@ -68,7 +71,7 @@ def check_elementwise(tx: optax.GradientTransformation, rows: jax.Array, state: 
             "at the owner: tx asks for value, the loss, which an owner does not know: put it behind the "
             "owner, optax.chain(lioncub_jax.owner(...), optax.contrib.reduce_on_plateau())"
         )
-    mixing = _mixing_primitive(jaxpr, rows.shape)
+    mixing = None if may_mix else _mixing_primitive(jaxpr, rows.shape)
     if mixing is not None:
         raise ValueError(f"at the owner: tx mixes elements, by {mixing}, {behind}")
     if params in used:

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange import bits, checks, decide, layout, quantize, wires
+from lioncub_jax.exchange import bits, checks, dealing, decide, layout, quantize, wires
 from lioncub_jax.exchange.arguments import check_count, check_kinds
 from lioncub_jax.exchange.bits import ROW
+from lioncub_jax.exchange.dealing import Deal
 from lioncub_jax.exchange.decision import Decision
 from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.exchange.layout import BucketLayout, Flat, register_with_flax
@@ -159,6 +160,10 @@ def communicate(
     axis, group = placement.worker_axes(workers)
     if group:
         checks.check_group(quantizer, codec)
+    if decision.of_matrices and bucket_size is not None:
+        raise ValueError(
+            f"bucket_size={bucket_size!r}: whole matrices are dealt once, over all owners: leave it out"
+        )
     if bucket_size is not None:
         wanted = "a number of elements, or None"
         check_count(f"bucket_size={bucket_size!r}", bucket_size, wanted)
@@ -197,13 +202,14 @@ def init_state(exchange: Exchange, params: optax.Params) -> CommunicateState:
     else:
         mu, error = exchange.momentum_rule.init(params), zero_errors(exchange.codec, params)
         owner = ()
+        exchange = exchange._replace(matrices=exchange.decision.matrices_of(params))
         if group or exchange.decision.has_state:
             axes.check_bound(exchange.axis, group)  # chunks are those of workers
             # As gradients vary, from which buckets are made.
             params = axes.varying(params, (*exchange.axis, *group))
             owner = placement.on_shards(init_owner_states, (exchange, params))
-        if group:
-            mu, error = placement.on_shards(init_group_parts, (exchange, params))
+        if exchange.shares:
+            mu, error = placement.on_shards(init_shared, (exchange, params))
     return CommunicateState(jnp.zeros((), jnp.int32), mu, error, owner, zero_votes(exchange))
 
 
@@ -222,7 +228,9 @@ def update_state(
     abstain = checks.check_abstain(abstain, extra)
     updates = checks.check_leaves(updates)
     checks.check_local(updates, (*axis, *group))
-    if not group:
+    specs = state.specs.params if isinstance(state.specs, StateSpecs) else None
+    exchange = exchange._replace(matrices=exchange.decision.matrices_of(updates, specs))
+    if not exchange.shares:
         checks.check_state(updates, state.mu, state.error)
     if not axis:
         checks.warn_if_on_several_devices(updates)
@@ -230,8 +238,9 @@ def update_state(
     # Results have the sharding of what they replace. An exchange is a pytree of its numbers, which go along
     # as replicated arrays.
     args = exchange, updates, state, abstain
-    specs = specs_in_step((*axis, *group), updates, state)
-    return placement.on_shards(update_on_device, args, (updates, state), specs and (P(), *specs))
+    in_step = specs_in_step((*axis, *group), updates, state)
+    like = updates, state
+    return placement.on_shards(update_on_device, args, like, in_step and (P(), *in_step))
 
 
 # --- State
@@ -255,7 +264,7 @@ def stand_ins(exchange: Exchange, params: optax.Params) -> tuple[Any, Any, Any]:
 
     A tree of other arrays than the parameters' is one number, 0.
     """
-    codec, whole = exchange.codec, not exchange.group
+    codec, whole = exchange.codec, not (exchange.group or exchange.decision.of_matrices)
     mu = params if whole and jax.tree.leaves(exchange.momentum_rule.init(jnp.zeros(1))) else 0
     error = params if whole and codec.error_dtype is not None else 0
     return mu, error, 0 if exchange.decision.has_state else ()
@@ -268,10 +277,10 @@ def zero_errors(codec: Codec, params: optax.Params) -> optax.Params:
     return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=codec.error_dtype), params)
 
 
-def init_group_parts(
+def init_shared(
     exchange: Exchange, params: optax.Params
 ) -> tuple[tuple[Flat, ...], tuple[Flat, ...]]:
-    """``mu`` and ``e`` of the parts of a group's device, where every axis is manual."""
+    """``mu`` and ``e`` of this device's parts of the shared buckets, where every axis is manual."""
     plan, parts = plan_worker(exchange, jax.tree.leaves(params), jnp.int32(0)), []
     for bucket in plan.group_buckets:
         zeros = jnp.zeros((bucket.rows_per_chunk, ROW), bucket.dtype)
@@ -285,19 +294,20 @@ def init_owner_states(exchange: Exchange, params: optax.Params) -> tuple[Flat, .
     plan = plan_worker(exchange, jax.tree.leaves(params), jnp.int32(0))
     states, sharded = [], exchange.wire.sharded
     own = exchange.axis if sharded or plan.num_workers == 1 else ()
-    buckets = [x.layout for x in plan.buckets] if exchange.decision.has_state else []
-    for bucket in buckets:
+    register_with_flax()
+    for bucket_plan in plan.buckets if exchange.decision.has_state else ():
+        bucket = bucket_plan.layout
         over = (*own, *[n for n in bucket.axes if n not in exchange.axis])
         rows = bucket.rows_per_chunk if sharded else bucket.rows
-        state = exchange.decision.init(jnp.zeros((rows, ROW), jnp.float32))
+        state = exchange.decision.init(jnp.zeros((rows, ROW), jnp.float32), bucket_plan.deal)
         # Arrays of an owned chunk vary over the workers; counters are the same on every worker.
         arrays, tree = jax.tree.flatten(state)
         arrays = [axes.varying(x, over) if x.ndim else x for x in arrays]
-        states.append(jax.tree.unflatten(tree, arrays))
-    return flats(states, buckets)
+        states.append(Flat(jax.tree.unflatten(tree, arrays), bucket))
+    return tuple(states)
 
 
-def flats(values: Sequence[Any], buckets: Sequence[BucketLayout]) -> tuple[Flat, ...]:
+def flats(values: Sequence[Any], buckets: Sequence[BucketLayout | Deal]) -> tuple[Flat, ...]:
     """Arrays that lie in rows as buckets do."""
     register_with_flax()
     return tuple([Flat(x, bucket) for x, bucket in zip(values, buckets, strict=True)])
@@ -324,9 +334,9 @@ def plan_worker(
     # Rows of nothing but padding have votes, or an owner's state.
     codec = exchange.codec
     padding_counts = codec.midtread or exchange.decision.has_state
-    if exchange.group:
-        device = axes.worker_index(exchange.group)
-        row_sizes = [layout.row_sizes_of_part(x, device, padding_counts) for x in group_buckets]
+    device = axes.worker_index(exchange.group)
+    if exchange.shares:
+        row_sizes = [sizes_of_part(x, device, padding_counts) for x in group_buckets]
     bucket_plans = []
     for bucket in buckets:
         shard, num_shards = axes.shard_of(bucket.axes, exchange.axis)
@@ -337,6 +347,7 @@ def plan_worker(
             row_sizes=layout.row_sizes(bucket, row_sizes, padding_counts),
             shard=shard,
             num_shards=num_shards,
+            deal=deal_of(bucket, group_buckets),
         )
         bucket_plans.append(bucket_plan)
     return WorkerPlan(
@@ -357,19 +368,66 @@ def bucket_leaves(
     over: Sequence[Collection[str]],
     num_workers: int,
     devices: int,
-) -> tuple[tuple[BucketLayout, ...], tuple[BucketLayout, ...]]:
-    """Buckets that a group of devices shares, () without a group; and those that travel between workers.
+) -> tuple[Sequence[BucketLayout | Deal], tuple[BucketLayout, ...]]:
+    """Buckets that a group of devices shares, and deals, () without; and those that travel between workers.
 
     ``over``: for each leaf the mesh axes over which it varies.
     """
     limit = exchange.bucket_size
-    if not exchange.group:
+    if not exchange.shares:
         return (), layout.buckets(leaves, num_workers, limit, over)
-    group_buckets = layout.buckets(leaves, devices, limit, over)
-    parts = [jax.ShapeDtypeStruct((x.rows_per_chunk, ROW), x.dtype) for x in group_buckets]
-    limit = None if limit is None else max(limit // devices, 1)
-    over = [x.axes for x in group_buckets]
-    return group_buckets, layout.buckets(parts, num_workers, limit, over)
+    shared: Sequence[BucketLayout | Deal]
+    if exchange.matrices is None:
+        shared = layout.buckets(leaves, devices, limit, over)
+        limit = None if limit is None else max(limit // devices, 1)
+    else:
+        check_dealt(exchange, over, num_workers)
+        matrices, group = exchange.matrices, exchange.group
+        shared = dealing.deals(leaves, over, matrices, num_workers, group, devices)
+        limit = 1  # each travels by itself
+    parts = [jax.ShapeDtypeStruct((x.rows_per_chunk, ROW), x.dtype) for x in shared]
+    over = [x.axes for x in shared]
+    return shared, layout.buckets(parts, num_workers, limit, over)
+
+
+def join_shared(leaves: Sequence[jax.Array], bucket: BucketLayout | Deal) -> jax.Array:
+    """The rows of the leaves of a shared bucket, ``float32[rows, 128]``."""
+    if isinstance(bucket, Deal):
+        return dealing.join(leaves, bucket)
+    return layout.join_bucket(leaves, bucket)
+
+
+def sizes_of_part(
+    bucket: BucketLayout | Deal, device: jax.Array, padding_counts: bool
+) -> jax.Array | None:
+    """Elements of each row of a device's part that are no padding; None where none can be mistaken."""
+    if isinstance(bucket, Deal):
+        return dealing.row_sizes(bucket, device)
+    return layout.row_sizes_of_part(bucket, device, padding_counts)
+
+
+def deal_of(bucket: BucketLayout, shared: Sequence[BucketLayout | Deal]) -> Deal | None:
+    """The deal that a bucket carries, or None."""
+    deal = shared[bucket.segments[0].leaf] if shared else None
+    return deal if isinstance(deal, Deal) else None
+
+
+def check_dealt(exchange: Exchange, over: Sequence[Collection[str]], num_workers: int) -> None:
+    """Raises ``ValueError`` where whole matrices cannot be dealt."""
+    if num_workers > 1 and not exchange.wire.sharded:
+        raise ValueError(
+            f"the {exchange.wire.name} wire has every worker decide on all rows, and a matrix has one "
+            "owner: give the two_phase wire"
+        )
+    assert exchange.matrices is not None
+    sizes = jax.sharding.get_abstract_mesh().shape
+    for varying, one in zip(over, exchange.matrices, strict=True):
+        inner = {n for n in {*varying}.difference(exchange.axis, exchange.group) if sizes[n] > 1}
+        if one.rows and inner != {name for cut in one.cuts for name, _ in cut}:
+            raise ValueError(
+                f"matrices are cut over {sorted(inner)}, and here types do not say along which of their "
+                "dimensions: run the optimizer through lioncub_jax.on_mesh or make_train_step"
+            )
 
 
 def format_of(exchange: Exchange, bucket: BucketLayout) -> Format:
@@ -415,8 +473,9 @@ def take_step(
     tree: Any
     leaves, tree = jax.tree.flatten(updates)
     grads, group, shared = leaves, exchange.group, plan.group_buckets
-    if group:
-        grads = [wires.mean_part(layout.join_bucket(leaves, x), group) for x in shared]
+    if exchange.shares:
+        rows = [join_shared(leaves, x) for x in shared]
+        grads = [wires.mean_part(x, group) for x in rows] if group else rows
         layout.check_order([*state.mu, *state.error], [*shared, *shared])
         kept = WorkerState([x.value for x in state.mu], [x.value for x in state.error])
     else:
@@ -434,7 +493,7 @@ def take_step(
         here = jnp.all(jnp.array(result.participates, bool))
         kept_mu = zip(grads, mu, strict=True)
         mu = [jnp.where(here, forgotten(share, g, x), x) for g, x in kept_mu]
-    if group:
+    if exchange.shares:
         new = leaves_of_group(plan, new)
         state = state._replace(mu=flats(mu, shared), error=flats(error, shared))
     else:

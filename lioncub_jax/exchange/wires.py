@@ -329,6 +329,16 @@ def mean_part(rows: jax.Array, group: Axes) -> jax.Array:
     return summed / lax.axis_size(group)
 
 
+def swapped(parts: jax.Array, devices: Axes) -> jax.Array:
+    """Part j of ``[devices, rows, 128]`` to device j of a worker, from each of them; undoes itself."""
+    return lax.all_to_all(parts, devices, split_axis=0, concat_axis=0, tiled=True)
+
+
+def gathered_parts(part: jax.Array, devices: Axes) -> jax.Array:
+    """``[1, rows, 128]`` of each device of a worker, ``[devices, rows, 128]``."""
+    return lax.all_gather(part, devices, tiled=True)
+
+
 def from_group(replies: jax.Array, group: Axes) -> jax.Array:
     """``uint32[...]`` of each device's part to ``uint32[group, ...]``, the same on the whole group."""
     return lax.all_gather(replies, group, to="invarying")

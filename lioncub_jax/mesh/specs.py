@@ -193,6 +193,18 @@ def shard_shape(
     return tuple(n // product(sizes, axes) for n, axes in zip(shape, cuts, strict=True))
 
 
+def joined_shards(
+    shards: jax.Array, inner: Mapping[str, int], shape: Sequence[int], cuts: Sequence[Sequence[str]]
+) -> jax.Array:
+    """``[*batch, inner shards, *local shape]`` to ``[*batch, *shape]`` of a parameter."""
+    batch, local = shards.shape[: -1 - len(shape)], shards.shape[shards.ndim - len(shape) :]
+    n, names, order = len(batch), list(inner), list(range(len(batch)))
+    for d, over in enumerate(cuts):
+        order += [*(n + names.index(a) for a in over), n + len(names) + d]
+    split = shards.reshape(*batch, *inner.values(), *local)
+    return split.transpose(order).reshape(*batch, *shape)
+
+
 def check_batch_spec(spec: P, mesh: Mesh, workers: Sequence[str]) -> None:
     """Raises ``ValueError`` unless a batch's first dimension is cut over the workers before all else."""
     first = axes_of(spec[0]) if len(spec) else ()
