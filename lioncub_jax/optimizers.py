@@ -338,8 +338,8 @@ def owner_muon(
 
     **What differs from optax.contrib.muon.** ``consistent_rms`` is 0.2 by default, as measured. All
     arithmetic and all moments are float32, also of bfloat16 parameters (``mu_dtype`` is that of the first
-    moments at rest). ``ns_coeffs`` are numbers, not the name of a preset. Vectors, convolutions and other
-    small leaves gain nothing: see docs/how_to/choose.md.
+    moments at rest). ``ns_coeffs`` are numbers, not the name of a preset. It does not suit every model: see
+    docs/explain/muon.md.
 
     Args:
       learning_rate: a number or an optax schedule.

@@ -339,3 +339,11 @@ def test_a_transform_of_matrices_keeps_what_is_shaped_like_one(tx, says):
 def test_leaves_of_more_dimensions_are_named_where_they_go_to_adam():
     with pytest.warns(UserWarning, match=r"\['w'\] have more than two dimensions"):
         lc.owner_muon(1.0, workers=None).init({"w": jnp.zeros((2, 3, 4))})
+
+
+def test_a_checkpoint_of_whole_matrices_is_refused_by_its_name():
+    workers = lc.Workers.one_per_device()
+    tx = lc.owner_muon(0.01, workers=workers)
+    state = lc.init_state(tx, {"w": jnp.zeros((40, 34))}, workers)
+    with pytest.raises(ValueError, match=r"an owner of whole matrices .* cannot be saved yet"):
+        lc.checkpoint.portable(state, workers)

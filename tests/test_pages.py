@@ -43,6 +43,7 @@ BEFORE = {
     "start/coming_from.md": {},
     "explain/votes.md": {"lc.owner(": ""},
     "explain/sync.md": {"sync=": ""},
+    "explain/muon.md": {},
     "how_to/checkpoints.md": {
         "batches(position)": STEP + "batches = lambda position: [batch] * 2",
         "nnx.state(model": """

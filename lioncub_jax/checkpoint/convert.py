@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.checkpoint.names import NAMES, named, nested
 from lioncub_jax.checkpoint.rows import Rows, spread
+from lioncub_jax.exchange.dealing import Deal
 from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.exchange.layout import Flat
 from lioncub_jax.exchange.means import merge_over_workers
@@ -233,6 +234,11 @@ def declared_in(node: Any, name: str = "") -> Iterator[tuple[str, tuple[Any, Hol
 
 def rows_of(flat: Flat, node: Any, holder: Any, params: Leaves, workers: Workers) -> Rows | None:
     """How a bucket of a state lies; None where the parameters in it are unknown."""
+    if isinstance(flat.bucket, Deal):
+        raise ValueError(
+            "an owner of whole matrices (owner_muon, owner(rest=...)) cannot be saved yet: save the "
+            "parameters, and give lc.Checkpoints or portable the state without its opt_state"
+        )
     # What each worker has says which they are: by its names, or by the buckets that a group shares.
     fields = [getattr(node, f) for f, h in node.holders().items() if h is not Holder.OWNER]
     each = [named(x, lambda x: x is None or isinstance(x, Flat)) for x in fields]
