@@ -163,14 +163,14 @@ class CountedVotes(Majority):
 
     has_state = True
 
-    def init(self, rows):
+    def init(self, rows, deal):
         return jnp.zeros_like(rows)
 
     def decide(self, received, context, state):
         reply, _ = super().decide(received, context, ())
         return reply, state + 1
 
-    def decide_locally(self, mean, present, row_sizes, state):
+    def decide_locally(self, mean, present, row_sizes, place, state):
         return mean, state + present
 
 
