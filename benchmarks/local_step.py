@@ -168,7 +168,7 @@ def candidates(params: Any) -> dict[str, Candidate]:
         "owner, 3 bits + feedback": voting(params, quantizer=FEEDBACK, decision=at_owner),
         ADAMW: plain(optax.adamw(1e-4, weight_decay=1e-3), params),
         "owner_adamw": voting(params, quantizer=FEEDBACK, decision=adam),
-        **(muons(params) if all(x.ndim == 2 for x in params) else {}),
+        **(muons(params) if [x.ndim for x in jax.tree.leaves(params)] == [2] * len(params) else {}),
     }
 
 
