@@ -30,6 +30,7 @@ from jax.typing import ArrayLike
 
 from lioncub_jax.mesh.placement import Workers, device_ids
 from lioncub_jax.mesh.specs import axes_of, product
+from lioncub_jax.mesh.start import after
 from lioncub_jax.version import __version__
 
 Result = TypeVar("Result")
@@ -70,8 +71,7 @@ def _watch(of: "weakref.ref[Waits]") -> None:
         main.join(0.5)
 
 
-@contextlib.contextmanager
-def _says_that_it_waits(seconds: float) -> Iterator[None]:
+def _says_that_it_waits(seconds: float) -> contextlib.AbstractContextManager[None]:
     """A context that says on standard error, after so many seconds, that this process waits."""
 
     def say_so() -> None:
@@ -83,13 +83,7 @@ def _says_that_it_waits(seconds: float) -> Iterator[None]:
             file=sys.stderr, flush=True,
         )  # fmt: skip
 
-    timer = threading.Timer(seconds, say_so)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return after(seconds, say_so)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -127,15 +127,20 @@ def _initialize(place: Place, options: dict[str, Any]) -> None:
         ) from error
 
 
-@contextlib.contextmanager
-def _ends_at(until: float, sentence: str) -> Iterator[None]:
+def _ends_at(until: float, sentence: str) -> contextlib.AbstractContextManager[None]:
     """A context that ends this process with a sentence when it lasts longer."""
 
     def end() -> None:
         print(f"error: {sentence}", file=sys.stderr, flush=True)
         os._exit(1)  # the main thread is inside of JAX
 
-    timer = threading.Timer(max(0.0, until - time.monotonic()), end)
+    return after(max(0.0, until - time.monotonic()), end)
+
+
+@contextlib.contextmanager
+def after(seconds: float, act: Callable[[], None]) -> Iterator[None]:
+    """A context that calls a function in a thread of its own when it lasts longer."""
+    timer = threading.Timer(seconds, act)
     timer.daemon = True
     timer.start()
     try:
