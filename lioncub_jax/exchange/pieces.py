@@ -47,7 +47,7 @@ class BucketPlan(NamedTuple):
     row_sizes: jax.Array | None
     shard: jax.Array | int
     num_shards: int
-    deal: Deal | None
+    deal: Deal | None = None
 
 
 class WorkerPlan(NamedTuple):
