@@ -151,5 +151,6 @@ if __name__ == "__main__":
         rounds = our_rounds(int(sys.argv[2]))
         for _ in sys.stdin:
             print(json.dumps(next(rounds)), flush=True)
+        rounds.close()
     else:
         main()
