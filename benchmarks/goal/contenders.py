@@ -90,8 +90,7 @@ class Contender(NamedTuple):
       side: "ours", or "other": those of `baselines`, also in codes.
       family: of which optimizer its rate and betas are.
       simulated: ``(Hyper, Schedule) -> Simulator``.
-      made: ``(Hyper, Schedule, workers) -> optax.GradientTransformation``, of `make_train_step`; None for
-        what is only simulated so far.
+      made: ``(Hyper, Schedule, workers) -> optax.GradientTransformation``, of `make_train_step`.
       local_steps: steps of a worker between two talks.
       local: ``(Hyper, Schedule) -> optimizer`` that takes them.
       stages: the names of its kinds of steps, in their order.
@@ -104,7 +103,7 @@ class Contender(NamedTuple):
     side: str
     family: Family
     simulated: Callable[[Hyper, Schedule], Simulator]
-    made: Callable[[Hyper, Schedule, Any], optax.GradientTransformation] | None
+    made: Callable[[Hyper, Schedule, Any], optax.GradientTransformation]
     local_steps: int = 1
     local: Callable[[Hyper, Schedule], optax.GradientTransformation] | None = None
     stages: tuple[str, ...] = ("",)
@@ -240,7 +239,11 @@ def owned_muon(up: int, back: int) -> Contender:
             ),
             rate, h.decay,
         ),
-        None,
+        lambda h, rate, workers: lc.owner_muon(
+            rate, beta=h.b1, weight_decay=h.decay, adam_b1=ADAM.betas[0], adam_b2=h.b2,
+            adam_weight_decay=h.decay, muon_weight_dimension_numbers=hidden, workers=workers,
+            quantizer=lc.quantize.error_feedback(lc.quantize.midrise(up)), reply=lc.decide.codes(back),
+        ),
     )  # fmt: skip
 
 
