@@ -4,6 +4,7 @@ What is refused of every transform alike, such as gradients that were summed alr
 them in one place. Here are the tables of what is refused of one argument, one part or one call.
 """
 
+import contextlib
 import functools
 
 import jax
@@ -15,6 +16,7 @@ from contract import traced
 
 import lioncub_jax as lc
 from lioncub_jax.baselines.terngrad import Total
+from lioncub_jax.exchange import arguments
 from lioncub_jax.exchange.arguments import part
 
 Q, D, WIRES, SYNC = lc.quantize, lc.decide, lc.wires, lc.sync
@@ -317,6 +319,17 @@ def test_a_transform_that_cannot_run_here(tx, words):
 def injected(**options):
     make = optax.inject_hyperparams(lc.lion_cub, static_args=("workers",))
     return make(0.1, workers=AXIS, **options).init(PARAMS)
+
+
+def test_an_array_is_checked_inside_of_a_trace_as_outside():
+    # optax.inject_hyperparams makes arrays of numbers, and what JAX compares in a trace is a tracer.
+    def check(x, b1):
+        arguments.check_betas(b1=b1)
+        return x
+
+    for b1, words in ((0.9, None), (1.5, "b1= ... give a number in [0, 1)")):
+        with raises(ValueError, words) if words else contextlib.nullcontext():
+            jax.eval_shape(functools.partial(check, b1=jnp.float32(b1)), 0.0)
 
 
 HALF = {"w": jnp.ones(3, jnp.float16)}

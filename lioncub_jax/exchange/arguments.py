@@ -37,8 +37,10 @@ def check_number(
         )
     if isinstance(x, jax.core.Tracer):
         return
+    if isinstance(x, jax.Array):
+        x = np.asarray(x)  # what JAX compares inside of a trace is a tracer
     kinds = (int, np.integer) if static is int else (int, float, np.number)
-    number = isinstance(x, kinds if static else (*kinds, np.ndarray, jax.Array))
+    number = isinstance(x, kinds if static else (*kinds, np.ndarray))
     if isinstance(x, bool) or not number or np.shape(x) or not fits(x):
         raise ValueError(f"{given}: {allowed}")
 
