@@ -214,6 +214,40 @@ def another_rate(folder):
         step(state, rows)
 
 
+def mapped(folder):
+    """A rate that one sets by hand in a mapped step is named; one alone evaluates what all have."""
+    me, workers = jax.process_index(), workers_of(4, 2)
+    make = optax.inject_hyperparams(lc.owner_adamw, static_args=("workers",))
+    tx = make(0.5, workers=workers)
+
+    def train(state, rows):
+        params, stats, opt_state = state
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean((rows @ w) ** 2))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        stats = {"batch_stats": 0.5 * (stats["batch_stats"] + rows.mean(0))}
+        return (optax.apply_updates(params, updates), stats, opt_state), loss
+
+    state = np.ones(3, np.float32), {"batch_stats": np.zeros(3, np.float32)}, tx.init(jnp.ones(3))
+    step, rows = lc.map_step(train, workers), np.split(ALL, 2)[me]
+    step.explain(state, rows)
+    for _ in range(5):
+        state, _ = step(state, rows)
+    if me == 0:
+        params, stats = jax.device_get(state[:2])
+        assert np.isfinite(jnp.tanh(ALL - stats["batch_stats"]) @ params).all()
+        wanted = (1 - 0.5**5) * ALL.mean(0)
+        np.testing.assert_allclose(stats["batch_stats"], wanted, rtol=1e-5)
+        state[2].hyperparams["learning_rate"] = jnp.float32(0.25)
+    for _ in range(3):  # calls 6, 7 and 8
+        state, _ = step(state, rows)
+    told = r"scalars .*learning_rate.* = 0.25`, .*learning_rate.* = 0.5`. Run"
+    with pytest.raises(ValueError, match=told):
+        step(state, rows)
+    if me:  # on devices of its own, of which the other knows nothing
+        mesh = Mesh(np.array(jax.local_devices()), ("data",))
+        lc.map_step(lambda w, rows: (w, rows @ w), lc.Workers(mesh, "data"))(jnp.ones(3), ALL)
+
+
 def leave(folder):
     """An error of one, in the context that ends it; the last task, for nobody comes back."""
     with lc.mesh.end_on_error():
@@ -509,8 +543,8 @@ def loop(folder):
 
 
 PAIR = (
-    train, rows_fit, other_code, another_rate, votes_alone, differ, other_workers, agree, refuse, alone,
-    heal, stop,
+    train, rows_fit, other_code, another_rate, mapped, votes_alone, differ, other_workers, agree, refuse,
+    alone, heal, stop,
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -143,6 +144,9 @@ class MappedStep:
         self.out, self.donate = out, donate
         self._in_flight = deque[jax.Array](maxlen=8)
         self._waits = workers.mesh.devices.flat[0].platform == "cpu"
+        # Whether all processes take part, of several: then they compare what they do.
+        parts = {device.process_index for device in workers.mesh.devices.flat}
+        self._shared, self._count = len(parts) == jax.process_count() > 1, 0
         self._calls = dict[Any, tuple[Program, Moves]]()
         self._programs = dict[Any, Program]()
         self.__wrapped__, self.__name__ = step, getattr(step, "__name__", "step")
@@ -162,6 +166,9 @@ class MappedStep:
             for x, leaf in zip(arrays, program.arguments.leaves, strict=True):
                 if type(x) is array_class() and x.is_deleted():  # type: ignore[attr-defined]
                     check_alive(leaf.name, x)
+            if self._shared and self._count:
+                hosts.check_same_scalars(self._count, program.named(arrays))
+            self._count += 1
             results = program.jitted(*moved(arrays, moves))
             self._bound(results)
             return program.results.rebuilt(results)
@@ -175,21 +182,28 @@ class MappedStep:
 
     def _prepared(self, call: Call) -> "tuple[Program, Moves]":
         """The program for a call, and which of its arrays lie elsewhere than it wants them."""
-        if jax.process_count() == 1:
+        # One process alone may have set a number by hand, which lies elsewhere: no new program, and others
+        # do not come.
+        if not self._shared or self._is_compared(call):
             return self._program(call)
         program, moves = hosts.together("the step was not traced", partial(self._program, call))
-        arrays = program.arguments.arrays(call)
-        names = [x.name for x in program.arguments.leaves]
-        shared = [x.role is not Role.ROWS for x in program.arguments.leaves]
-        local = {}
-        for name, x, is_shared in zip(names, arrays, shared, strict=True):
-            if is_shared and is_of_this_process(x, self.workers):
-                local[name] = x
+        arrays, local = program.arguments.arrays(call), {}
+        for leaf, x in zip(program.arguments.leaves, arrays, strict=True):
+            if leaf.role is not Role.ROWS and is_of_this_process(x, self.workers):
+                local[leaf.name] = x
         hosts.check_same("map_step", local, NamedSharding(self.workers.mesh, P()))
         arrays = moved(arrays, moves)
         lowered = program.jitted.lower(*arrays)
-        hosts.check_same_program(lowered, {"": dict(zip(names, arrays, strict=True))})
+        hosts.check_same_program(lowered, program.named(arrays))
+        program.is_compared = True
         return program, moves
+
+    def _is_compared(self, call: Call) -> bool:
+        """True if a call runs a program that the processes have compared."""
+        if not any(program.is_compared for program in self._programs.values()):
+            return False
+        program = self._programs.get(Arguments(call, self.workers, self.rows).key(call))
+        return program is not None and program.is_compared
 
     def _program(self, call: Call) -> "tuple[Program, Moves]":
         arguments = Arguments(call, self.workers, self.rows)
@@ -235,7 +249,10 @@ class Program:
       arguments: what goes in.
       results: what the step returns on a worker.
       outside: what becomes of it.
+      is_compared: True once the processes have found that they have the same.
     """
+
+    is_compared = False
 
     def __init__(self, mapped: MappedStep, call: Call, arguments: Arguments):
         self.mapped, self.workers, self.arguments = mapped, mapped.workers, arguments
@@ -289,6 +306,10 @@ class Program:
                 self.chains[i] = self._slice(i)
 
         self.outside = Outside(self, differences, results)
+
+    def named(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        """Arrays of a call by their names."""
+        return {x.name: array for x, array in zip(self.arguments.leaves, arrays, strict=True)}
 
     @cached_property
     def grown(self) -> list[bool]:
@@ -410,11 +431,13 @@ def moves_of(arguments: Arguments, arrays: Sequence[Any]) -> Moves:
     for i, (x, leaf) in enumerate(zip(arrays, arguments.leaves, strict=True)):
         sharding = NamedSharding(arguments.workers.mesh, leaf.spec)
         local = is_of_this_process(x, arguments.workers)
-        # A number, as the step of a TrainState at first, would be another program than what follows it.
-        number = isinstance(x, (int, float, complex))
+        # A number, as the step of a TrainState at first, would be another program than what follows it. Of
+        # several processes none may give jit an array of NumPy for a mesh.
+        of_host = isinstance(x, (int, float, complex))
+        of_host |= isinstance(x, np.ndarray) and jax.process_count() > 1
         if (
             local
-            or number
+            or of_host
             or (isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(sharding, x.ndim))
         ):
             is_rows = local and leaf.role is Role.ROWS
