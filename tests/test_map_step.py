@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import assert_same, in_order, normal, workers_on
+from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax import lax
@@ -319,6 +320,61 @@ def test_statistics_are_averaged_over_the_workers_with_finite_ones():
     np.testing.assert_allclose(state["batch_stats"]["mean"], 0.5 + 0.5 * others.mean(0), rtol=1e-6)
     state, _ = mapped(step)(first, (np.full_like(one_bad, np.nan), BATCH[1]))
     assert_same(state["batch_stats"]["mean"], first["batch_stats"]["mean"])
+
+
+def of_linen(dense, tx):
+    """Two steps of a TrainState; those of flax's own trainer without workers in ``around``."""
+    variables = dense.init(jax.random.key(0), BATCH[0])
+    state = TrainState.create(apply_fn=None, params=variables, tx=tx)
+
+    def step(state, x):
+        grads = jax.grad(lambda v: jnp.mean((dense.apply(v, x) - 1) ** 2))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    def run(around):
+        mapped = around(step)
+        return mapped(mapped(state, BATCH[0]), BATCH[0]).params["_overwrite_with_gradient"]
+
+    return run
+
+
+def of_nnx(dense, tx):
+    """The same of nnx, where the collection is a kind of variable."""
+    model = nnx.bridge.ToNNX(dense, rngs=nnx.Rngs(0)).lazy_init(BATCH[0])
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    overwritten = nnx.variable_type_from_name("_overwrite_with_gradient")
+    trained = nnx.DiffState(0, (nnx.Param, overwritten))
+
+    def step(model, optimizer, x):
+        def loss(model):
+            return jnp.mean((model(x) - 1) ** 2)
+
+        grads, scales = nnx.split_state(nnx.grad(loss, argnums=trained)(model), nnx.Param, ...)
+        optimizer.update(model, grads)
+        nnx.update(model, scales)
+
+    def run(around):
+        mapped = around(step)
+        for _ in range(2):
+            mapped(model, optimizer, BATCH[0])
+        return nnx.to_pure_dict(nnx.state(model, overwritten))
+
+    return run
+
+
+@pytest.mark.parametrize("trainer", [of_linen, of_nnx])
+def test_scales_of_fp8_layers_are_overwritten_by_the_largest_of_all_workers(trainer):
+    dense = nn.Dense(8, dot_general_cls=nn.fp8_ops.Fp8DirectDotGeneralOp)
+    found = trainer(dense, lc.lion_cub(0.0, workers=WORKERS()))(lambda f: lc.map_step(f, WORKERS()))
+    wanted = trainer(dense, optax.lion(0.0))(nnx.jit)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for (path, x), scale in zip(
+        jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+    ):
+        # The loss of a worker is the mean of a fourth of the rows.
+        times = 4 if "output_grad" in jax.tree_util.keystr(path) else 1
+        assert (scale > 0).any() and not (scale == 1).all(), path
+        np.testing.assert_array_equal(x, times * scale, err_msg=str(path))
 
 
 def test_numbers_are_averaged_or_added_and_rows_are_joined():

@@ -201,7 +201,8 @@ class Outside:
             return Role.KEY
         is_float = not is_key(x) and jnp.issubdtype(x.dtype, jnp.inexact)
         if leaf is not None or result.kind:
-            if "_overwrite_with_gradient" in _words(result.name):  # of flax's fp8 layers
+            # Of flax's fp8 layers: a collection of linen, a kind of variable in nnx.
+            if "_overwrite_with_gradient" in {*_words(result.name), result.kind}:
                 return Role.LARGEST
             statistic = result.kind == "BatchStat" or _words(result.name) & self._averaged
             if statistic and is_float:
