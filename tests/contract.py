@@ -75,6 +75,19 @@ def transform(name, workers):
     return TRANSFORMS[name][0](workers=workers)
 
 
+def mapped(tx, workers):
+    """A transform on gradients ``[workers, ...]``, a worker's each, and so is who abstains."""
+
+    def update(rows, state, params):
+        grads, told = jax.tree.map(lambda x: x[0], rows)
+        return tx.update(grads, state, params, **told)
+
+    run = lc.map_step(update, workers, rows="rows")
+    return optax.GradientTransformationExtraArgs(
+        tx.init, lambda grads, state, params, **told: run((grads, told), state, params)
+    )
+
+
 def test_every_optimizer_signs():
     makers = {make.func.__name__ for make, _ in TRANSFORMS.values()}
     ours = {
@@ -101,7 +114,6 @@ CODED = named(name for name in TRANSFORMS if name not in FLOATS)
 
 SHAPES = {"w": (34, 130), "b": (65,), "s": ()}
 SPECS = {"w": P("tensor"), "b": P(), "s": P()}
-WHOLE = dict.fromkeys(SHAPES, P())
 WORKERS = 3
 
 
@@ -119,21 +131,21 @@ class Run:
     def __init__(self, name):
         self.workers, self.can_abstain = workers_on("data=3 tensor=2"), name not in FLOATS
         self.tx = transform(name, self.workers)
-        self.on = lc.on_mesh(self.tx, self.workers, specs=SPECS)
-        lies = self.workers.shardings(SPECS), self.on.shardings(PARAMS)
-        self.first = jax.tree.map(jax.device_put, (PARAMS, self.on.init(PARAMS)), lies)
-        jitted = jax.jit(self._step, out_shardings=lies)
+        params = jax.device_put(PARAMS, self.workers.shardings(SPECS))
+        self.first = params, self.tx.init(params)
+        self.mapped = lc.map_step(self._step, self.workers)
         nobody = np.zeros(WORKERS, bool)
-        self.program = jitted.lower(*self.first, numbers(1, WORKERS), nobody).compile()
+        self.program = self.mapped.lower(*self.first, (numbers(1, WORKERS), nobody)).compile()
         self.at = self.after(*self.first, seeds=(1, 2, 3))
 
-    def _step(self, params, state, grads, abstain):
+    def _step(self, params, state, rows):
+        grads, abstain = jax.tree.map(lambda x: x[0], rows)
         told = {"abstain": abstain} if self.can_abstain else {}
-        updates, state = self.on.update(grads, state, params, **told)
+        updates, state = self.tx.update(grads, state, params, **told)
         return optax.apply_updates(params, updates), state
 
     def step(self, params, state, grads, abstain=()):
-        return self.program(params, state, grads, np.isin(np.arange(WORKERS), abstain))
+        return self.mapped(params, state, (grads, np.isin(np.arange(WORKERS), abstain)))
 
     def after(self, params, state, seeds):
         """Steps in which one worker after the other sits out once."""
@@ -214,10 +226,10 @@ def saying(tree):
 def test_state_is_where_it_is_said_to_be(name):
     run, found = run_of(name), set()
     params, state = run.at
-    lies = jax.tree.leaves(run.on.shardings(PARAMS))
+    made = lc.training.abstract_state(run.tx, params, run.workers).opt_state
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    for (path, x), sharding in zip(leaves, lies, strict=True):
-        assert x.sharding.is_equivalent_to(sharding, x.ndim), path
+    for (path, x), like in zip(leaves, jax.tree.leaves(made), strict=True):
+        assert x.sharding.is_equivalent_to(like.sharding, x.ndim), path
         if "data" in jax.tree.leaves(tuple(x.sharding.spec)):
             found.add(field_of(jax.tree_util.keystr(path)))
     assert found == own_fields(name)
@@ -334,14 +346,17 @@ class SumMomentum(lc.momentum.MomentumRule):
 
 SUM = SumMomentum()
 OWED = {
-    "owner": lc.owner(
-        optax.identity(), workers="data", quantizer=Q.error_feedback(Q.midrise(2), jnp.float32)
+    "owner": like(
+        None, lc.owner, optax.identity(), quantizer=Q.error_feedback(Q.midrise(2), jnp.float32)
     ),
-    "ef_signsgd": baselines.ef_signsgd(-1.0, workers="data"),
-    "powersgd": baselines.powersgd(optax.identity(), 1, 6, workers="data"),
-    "dgc": baselines.dgc(-1.0, momentum=0.0, density=0.1, workers="data"),
-    "synced": lc.sync_momentum(
-        lc.communicate(workers="data", momentum=SUM), lc.sync.coded(lc.sync.every(1)), workers="data"
+    "ef_signsgd": like(None, baselines.ef_signsgd, -1.0),
+    "powersgd": like(None, baselines.powersgd, optax.identity(), 1, 6),
+    "dgc": like(None, baselines.dgc, -1.0, momentum=0.0, density=0.1),
+    "synced": like(
+        None,
+        lambda workers: lc.sync_momentum(
+            lc.communicate(workers=workers, momentum=SUM), lc.sync.coded(lc.sync.every(1)), workers=workers
+        ),
     ),
 }  # fmt: skip
 
@@ -351,8 +366,8 @@ def test_one_who_goes_on_alone_pays_what_several_workers_still_owe(tmp_path):
     zeros = optax.tree.zeros_like(PARAMS)
 
     def first(workers):
-        on = on_all(OWED, workers)
-        states = jax.jit(lambda: {name: tx.init(zeros) for name, tx in on.items()})()
+        on = on_all({name: make(workers=workers) for name, (make, _) in OWED.items()}, workers)
+        states = {name: tx.init(zeros) for name, tx in on.items()}
         params = jax.device_put(zeros, workers.shardings(P()))
         state = lc.StepState(jnp.int32(0), params, (), states, jax.random.key(0))
         return state, jax.jit(
@@ -395,9 +410,9 @@ def test_sixty_four_bits_change_no_dtype_and_no_number(name):
     """State that changed its dtype would trace twice, and could not be restored."""
     run, grads = run_of(name), numbers(9, WORKERS)
     with jax.enable_x64(True):
-        on = lc.on_mesh(transform(name, run.workers), run.workers, specs=SPECS)
+        on = mapped(transform(name, run.workers), run.workers)
         told = np.zeros(WORKERS, bool)
-        wide = jax.jit(on.update)(grads, run.at[1], run.at[0], abstain=told)
+        wide = on.update(grads, run.at[1], run.at[0], abstain=told)
         moved = optax.apply_updates(run.at[0], wide[0])
     # optax corrects Adam's bias in 64 bits then.
     assert_same((moved, wide[1]), run.step(*run.at, grads), atol=1e-4 if "adam" in name else 0)
@@ -410,7 +425,7 @@ def test_an_update_has_the_dtype_of_its_gradient_where_jax_promotes_nothing(name
     # Adam of optax itself takes a number to the power of a count.
     own = jax.numpy_dtype_promotion("standard" if re.search("adamw|muon", name) else "strict")
     with own, jax.numpy_rank_promotion("raise"), jax.enable_x64(dtypes == LONG):
-        on = lc.on_mesh(transform(name, workers), workers, specs=WHOLE)
+        on = mapped(transform(name, workers), workers)
         params = {k: jax.ShapeDtypeStruct(SHAPES[k], kind) for k, kind in kinds.items()}
         grads = jax.tree.map(lambda x: x.update(shape=(workers.count, *x.shape)), params)
         state = jax.eval_shape(on.init, params)
@@ -425,7 +440,7 @@ def test_an_update_has_the_dtype_of_its_gradient_where_jax_promotes_nothing(name
 
 
 def on_all(txs, workers):
-    return {name: lc.on_mesh(tx, workers, specs=WHOLE) for name, tx in txs.items()}
+    return {name: mapped(tx, workers) for name, tx in txs.items()}
 
 
 def outcomes(txs, *lead):

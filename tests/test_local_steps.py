@@ -69,7 +69,7 @@ def test_parameters_and_batches_that_are_cut_train_as_whole_ones():
         ends.append((state.params, state.local_state, losses))
     near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(near, *ends)
-    assert state.local_state[1][0].trace["w"].sharding.spec == P(AXIS, "fsdp", None)
+    assert state.local_state[1][0].trace["w"].sharding.spec == P(AXIS, "fsdp")
 
 
 def test_model_state_random_numbers_and_aux_go_through_steps_and_their_parts():

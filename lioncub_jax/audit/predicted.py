@@ -12,17 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.audit.compiled import Collective, Operand
 from lioncub_jax.exchange.arguments import check_kinds
 from lioncub_jax.exchange.bits import ROW
+from lioncub_jax.exchange.checks import refused_functions
 from lioncub_jax.exchange.dealing import Deal
 from lioncub_jax.exchange.layout import Flat
+from lioncub_jax.exchange.mapped import MappedTransform
 from lioncub_jax.exchange.traced import jaxprs_in, named_axes
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.placement import Workers, check_workers
-from lioncub_jax.mesh.specs import Specs, product, shard_shape
-from lioncub_jax.training.mapped import on_mesh
+from lioncub_jax.mesh.specs import Specs, axes_of, product, shard_shape, stacked
+from lioncub_jax.training.differ import Differences
 from lioncub_jax.training.modules import check_split
 
 # What a collective is called in a traced program, and in a compiled one.
@@ -102,9 +105,9 @@ def of(
 
     Raises:
       TypeError: for no transform, no `Workers`, or a module in place of its parameters.
-      ValueError: as `on_mesh`: for what `on_mesh` returned, updates that differ between workers, specs that
-        the mesh does not have, or more workers than the quantizer or wire can count; for a collective that
-        is not known here, or in a loop of unknown length.
+      ValueError: for updates that differ between workers, specs that the mesh does not have, or more
+        workers than the quantizer or wire can count; for a collective that is not known here, or in a loop
+        of unknown length.
 
     Example:
       >>> import jax, jax.numpy as jnp, lioncub_jax as lc
@@ -122,11 +125,9 @@ def of(
     check_split(params)
     cut = workers.param_specs(params, specs)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    grads = jax.tree.map(lambda x: x.update(shape=(workers.count, *x.shape)), shapes)
-    on = on_mesh(tx, workers, specs=cut)
-    state = jax.eval_shape(on.init, shapes)
-    traced = jax.make_jaxpr(on.update)(grads, state, shapes)
-    ways = _ways(traced.jaxpr, workers)
+    mapped = MappedTransform(optax.with_extra_args_support(tx), workers)
+    state = mapped.jitted_init(shapes, cut).eval_shape(shapes)
+    ways = _ways(_traced_update(mapped, shapes, cut, state), workers)
     # Of each way that a step can go.
     sent = [_sum_bytes(way, workers, between=True) for way in ways]
     usual = ways[sent.index(min(sent))]
@@ -143,6 +144,50 @@ def of(
         collectives=tuple(usual),
         filling=_filling(state),
     )
+
+
+def _traced_update(
+    mapped: MappedTransform, params: optax.Params, specs: Specs, state: optax.OptState
+) -> Jaxpr:
+    """The program of an update on a worker, by shapes.
+
+    Raises:
+      ValueError: for an update that differs between workers, or state that all hold and that does.
+    """
+    tx, workers, found = mapped.tx, mapped.workers, []
+    layout, refused = mapped.layout(params, specs), refused_functions(tx)
+
+    def update(grads: optax.Updates, state: optax.OptState, params: optax.Params) -> Any:
+        return tx.update(grads, state, params, grad=grads, **refused)
+
+    def on_worker(grads: optax.Updates, state: optax.OptState, params: optax.Params) -> jax.Array:
+        grads = jax.tree.map(lambda x: x[0], grads)
+        state = workers.stack(state, layout.specs, undo=True)
+        found.append(jax.jit(update).trace(grads, state, params).jaxpr.jaxpr)
+        return jnp.zeros(())  # by a result with a spec JAX knows an Explicit mesh
+
+    grads = jax.tree.map(lambda x: x.update(shape=(workers.count, *x.shape)), params)
+    in_specs = stacked(specs, workers.axes), layout.specs, specs
+    jax.eval_shape(workers.map(on_worker, in_specs, P(), typed=True), grads, state, params)
+    differences = Differences(workers)
+    held = [axes_of(x[0]) if workers.stacks(x) else () for x in jax.tree.leaves(layout.specs)]
+    num_params = len(jax.tree.leaves(params))
+    over = [workers.axes] * num_params + held + [()] * num_params
+    results = differences.results(found[0], [*map(differences.over, over)])
+    names = jax.tree_util.tree_leaves_with_path((params, state))
+    for (path, _), classes, may in zip(names, results, [()] * num_params + held, strict=True):
+        if wrong := [n for n in differences.axes_of(classes) if n not in may]:
+            name = (
+                f"{('the update of ', 'the state ')[path[0].idx]}{jax.tree_util.keystr(path[1:])}"
+            )
+            raise ValueError(
+                f"{name} differs between workers, over {', '.join(wrong)}, so their parameters would "
+                "drift apart: let workers talk, lion_cub(..., workers=workers), or global_gradients(tx, "
+                "workers=workers) around yours, with the Workers that are given here. A leaf that a mask "
+                "or label keeps from that transform gets optax.set_to_zero() or global_gradients; behind "
+                "it decide by what all agree on, such as the norm of the update"
+            )
+    return found[0]
 
 
 def _filling(state: Any) -> float:

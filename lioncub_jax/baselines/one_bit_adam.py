@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from lioncub_jax.baselines.compression import coded_mean
@@ -210,7 +211,7 @@ def zero_one_adam(
         checks.check_state(grads, state.mu)
         given = grads, state, abstain, (b1, b2, eps)
         specs = specs_in_step(sum(worker_axes(workers), ()), grads, state)
-        return placement.on_shards(update_on_device, given, (grads, state), specs)
+        return placement.on_shards(update_on_device, given, (grads, state), specs and (*specs, P()))
 
     def update_on_device(
         grads: optax.Updates,

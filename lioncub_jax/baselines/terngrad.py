@@ -134,6 +134,6 @@ def terngrad(
         means = optax.tree.mul(sums, tree.unflatten(scales))
         return optax.tree.cast_like(means, updates), state
 
-    mean = compression.on_devices(axis, codes.init, step)
+    mean = compression.on_devices(workers, codes.init, step)
     mean = compression.behind(mean, compression.sgd_momentum(momentum), axis)
     return descending(mean, learning_rate, weight_decay, mask)

@@ -4,7 +4,10 @@ So ``optax.chain``, ``nnx.Optimizer`` and ``TrainState`` call ``init`` as they d
 ``update`` runs in one worker.
 """
 
+import contextlib
+import contextvars
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -17,12 +20,16 @@ from lioncub_jax.exchange import checks
 from lioncub_jax.exchange.holders import StateLayout, layout_on_worker
 from lioncub_jax.exchange.layout import register_with_flax
 from lioncub_jax.mesh import axes, boxes, hosts
+from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.mesh.placement import Static, Workers
 from lioncub_jax.mesh.specs import Specs, StateSpecs, by_type
 
 GRADIENT = (
     "lioncub.gradient"  # the name of a gradient on its way into an exchange, in a traced step
 )
+
+# The axes of the workers while ``init`` makes the state of one of them.
+_placing: contextvars.ContextVar[Axes] = contextvars.ContextVar("placing", default=())
 
 
 class MappedTransform(NamedTuple):
@@ -48,7 +55,8 @@ class MappedTransform(NamedTuple):
             return jax.jit(lambda params: specs)
 
         def init(params: optax.Params) -> optax.OptState:
-            return self.workers.stack(self.tx.init(params), specs)
+            with placing(self.workers.axes):
+                return self.workers.stack(self.tx.init(params), specs)
 
         run = self.workers.map(init, (param_specs,), specs, typed=True)
         placed = specs
@@ -65,7 +73,9 @@ def _layout(mapped: MappedTransform, tree: Any, shapes: Any) -> StateLayout:
     param_specs = tree.unflatten(x.sharding.spec for x in shapes)
 
     def probe(params: optax.Params) -> Static:
-        return Static(layout_on_worker(mapped.tx.init(params), params, mapped.workers.axes))
+        with placing(mapped.workers.axes):
+            state = mapped.tx.init(params)
+        return Static(layout_on_worker(state, params, mapped.workers.axes))
 
     run = mapped.workers.map(probe, (param_specs,), P(), typed=True)
     return jax.eval_shape(run, tree.unflatten(shapes)).value
@@ -89,10 +99,14 @@ def on_workers(
     def init(params: optax.Params) -> optax.OptState:
         if checks.stands_in(params):
             return tx.init(params)._replace(specs=0)
+        if over := _placing.get():
+            return _with_specs(tx.init(params), params, over)
         if not isinstance(workers, Workers):
             return tx.init(params)
-        if _in_worker(workers):
-            return _with_specs(tx.init(params), params, workers)
+        if not set(workers.axes).isdisjoint(jax.sharding.get_abstract_mesh().manual_axes):
+            state = tx.init(params)
+            is_typed = axes.tracked(workers.axes)
+            return _with_specs(state, params, workers.axes) if is_typed else state
         specs = workers.param_specs(params, None)
         if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
             params = jax.tree.map(hosts.put, params, workers.shardings(specs))
@@ -118,16 +132,20 @@ def on_workers(
     return everywhere
 
 
-def _in_worker(workers: Workers) -> bool:
-    return not set(workers.axes).isdisjoint(jax.sharding.get_abstract_mesh().manual_axes)
+@contextlib.contextmanager
+def placing(over: Axes) -> Iterator[None]:
+    """A context in which ``init`` makes the state of one of the workers, which says how it lies."""
+    token = _placing.set(over)
+    try:
+        yield
+    finally:
+        _placing.reset(token)
 
 
-def _with_specs(state: Any, params: optax.Params, workers: Workers) -> Any:
-    """The state of a worker, which says how it and the parameters lie, where types do."""
-    if not axes.tracked(workers.axes):
-        return state
+def _with_specs(state: Any, params: optax.Params, over: Axes) -> Any:
+    """The state of a worker, which says how it and the parameters lie."""
     register_with_flax()
-    specs = layout_on_worker(state, params, workers.axes).specs
+    specs = layout_on_worker(state, params, over).specs
     of_params = by_type(params, ())
     return state._replace(
         specs=StateSpecs(*(tuple(jax.tree.leaves(x)) for x in (of_params, specs)))

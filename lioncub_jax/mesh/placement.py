@@ -434,7 +434,7 @@ def _on_typed_shards(
     """`on_shards` in a ``shard_map`` without types, in one with types over the other axes.
 
     Types of what comes from outside say nothing about the workers, so it is cast as the specs say; results
-    that vary over the workers leave as they came.
+    that vary over the workers leave without a type.
     """
     structure: Any
     given, structure = jax.tree.flatten(args)
@@ -455,4 +455,12 @@ def _on_typed_shards(
     by_array = {id(given[i]): in_specs[i] for i in places}
     out_specs = jax.tree.map(lambda x: by_array[id(x)], like)
     over = partial(jax.shard_map, in_specs=tuple(in_specs[i] for i in places), axis_names=set(axes))
-    return over(of_arrays, out_specs=out_specs)(*[given[i] for i in places])
+    return jax.tree.map(_untyped, over(of_arrays, out_specs=out_specs)(*[given[i] for i in places]))
+
+
+def _untyped(x: jax.Array) -> jax.Array:
+    """The same without a type of the workers, of which the arrays around know nothing, as in a scan.
+
+    In a ``shard_map`` without types the result of any operation has none; XLA drops these two.
+    """
+    return jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,)) if mesh_axes.varying_axes(x) else x

@@ -7,9 +7,9 @@ from lioncub_jax.training.mapped import on_mesh
 from lioncub_jax.training.modules import from_nnx
 from lioncub_jax.training.overlap import overlap_options
 from lioncub_jax.training.own import mean_over_workers, own, sum_over_workers
-from lioncub_jax.training.state import abstract_state, init_state, own_state, place
+from lioncub_jax.training.state import StepState, abstract_state, init_state, own_state, place
 from lioncub_jax.training.stats import Meter, for_evaluation, mean_model_state, metrics
-from lioncub_jax.training.step import StepState, TrainStep, make_train_step
+from lioncub_jax.training.step import TrainStep, make_train_step
 
 __all__ = [
     "Kind",

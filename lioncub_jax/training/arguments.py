@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lioncub_jax.exchange.holders import OWN, find_holders
 from lioncub_jax.mesh import hosts
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
@@ -65,6 +66,22 @@ def opened(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.value if is_own(x) else x, tree, is_leaf=is_own)
 
 
+class Held(NamedTuple):
+    """Who holds an array of the arguments.
+
+    Attributes:
+      own: its spec, if it is each worker's own.
+      in_optimizer: True in the state of an optimizer.
+      boxed: True in a box `Own`, or in a variable of nnx that stands for one.
+      declared: True in a class that says by ``holders()`` who has its fields, as a ``StepState``.
+    """
+
+    own: P | None
+    in_optimizer: bool = False
+    boxed: bool = False
+    declared: bool = False
+
+
 class Leaf(NamedTuple):
     """An array among the arguments.
 
@@ -77,8 +94,7 @@ class Leaf(NamedTuple):
       shape: of the whole of it, with its dtype.
       dim: the dimension of its rows.
       kind: of the variable of nnx that holds it, or "".
-      in_optimizer: True in the state of an optimizer.
-      boxed: True in a box `Own`, or in a variable of nnx that stands for one.
+      held: who holds it.
     """
 
     name: str
@@ -87,10 +103,17 @@ class Leaf(NamedTuple):
     role: Role
     spec: P
     shape: jax.ShapeDtypeStruct
-    dim: int = 0
-    kind: str = ""
-    in_optimizer: bool = False
-    boxed: bool = False
+    dim: int
+    kind: str
+    held: Held
+
+    def lies(self) -> P:
+        """Its spec outside of a worker: XLA replicates what is empty."""
+        return self.spec if self.shape.size else P()
+
+    def takes_fold(self) -> bool:
+        """True where a key of it is for a worker to fold its number into; an optimizer's own stay."""
+        return self.role is Role.SAME and not (self.held.in_optimizer or self.held.declared)
 
     def over(self) -> tuple[str, ...]:
         """The workers' axes that cut it."""
@@ -185,23 +208,20 @@ class Arguments:
         self._statics, self.leaves = dict[int, Any](), list[Leaf]()
         dims, kinds = arguments_of(rows, self.names), graphs.variable_kinds(whole)
         paths, held = jax.tree_util.tree_leaves_with_path(whole), _holders(whole, workers)
-        for place, ((path, x), (own, in_optimizer, boxed)) in enumerate(
-            zip(paths, held, strict=True)
-        ):
+        for place, ((path, x), holder) in enumerate(zip(paths, held, strict=True)):
             if not is_array(x, numbers=not call.traced):
                 self._statics[place] = x
                 continue
             at = path[1].idx if path[0].idx == 0 else self.graph[path[1].key]
             name = f"{self.names[at]}{jax.tree_util.keystr(path[2:])}"
             variable = kinds.get(jax.tree_util.keystr(path), "")
-            role, spec, dim = _role(name, x, own, dims.get(at), workers)
+            role, spec, dim = _role(name, x, holder.own, dims.get(at), workers)
             kind = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
             shape = jax.ShapeDtypeStruct(
                 _whole_shape(x, role, dim, workers), kind.dtype, weak_type=kind.weak_type
             )
-            in_optimizer |= variable == "OptState"
-            leaf = Leaf(name, place, at, role, spec, shape, dim, variable, in_optimizer, boxed)
-            self.leaves.append(leaf)
+            holder = holder._replace(in_optimizer=holder.in_optimizer or variable == "OptState")
+            self.leaves.append(Leaf(name, place, at, role, spec, shape, dim, variable, holder))
         self._check_rows()
 
     def _check_rows(self) -> None:
@@ -319,30 +339,38 @@ def arguments_of(which: Which, names: list[str]) -> dict[int, int]:
     return found
 
 
-def _holders(tree: Any, workers: Workers) -> list[tuple[P | None, bool, bool]]:
-    """For each leaf its spec, if it is each worker's own; if it is in an optimizer's state, or in a box.
+def _holders(tree: Any, workers: Workers) -> list[Held]:
+    """Who holds each leaf, by what says it.
 
-    States of our transforms say it, boxes `Own`, and variables of nnx that name the workers' axes in front.
+    States of our transforms do, boxes `Own`, variables of nnx that name the workers' axes in front, and
+    classes with ``holders()``, in which also what stands in front of an exchange is each worker's own.
     """
-    found: list[tuple[P | None, bool, bool]] = []
+    found: list[Held] = []
+
+    def own_spec(x: Any) -> P:
+        return P(workers.axes, *spec_of(x)[1:])
 
     def visit(node: Any, in_optimizer: bool) -> None:
         specs, leaves = getattr(node, "specs", None), jax.tree.leaves(node)
         boxed = isinstance(node, Own) or graphs.is_boxed(node)
         if boxed or graphs.is_own(node, workers):
-            own = [P(workers.axes, *spec_of(x)[1:]) for x in leaves]
-            found.extend([(spec, in_optimizer, boxed) for spec in own])
+            found.extend([Held(own_spec(x), in_optimizer, boxed) for x in leaves])
             return
         if isinstance(specs, StateSpecs):
-            found.extend([(s if workers.stacks(s) else None, True, False) for s in specs.state])
+            found.extend([Held(s if workers.stacks(s) else None, True) for s in specs.state])
             return
         parts = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
         if len(parts) == 1 and parts[0] is node:
-            found.append((None, in_optimizer, False))
+            found.append(Held(None, in_optimizer))
             return
-        in_optimizer = in_optimizer or is_of_optax(node)
+        first, in_optimizer = len(found), in_optimizer or is_of_optax(node)
         for part in parts:
             visit(part, in_optimizer)
+        if hasattr(node, "holders"):
+            holders = jax.tree.leaves(find_holders(node))
+            for i, (x, holder) in enumerate(zip(leaves, holders, strict=True), first):
+                own = own_spec(x) if holder in OWN and not found[i].own else found[i].own
+                found[i] = found[i]._replace(own=own, declared=True)
 
     visit(tree, False)
     return found
@@ -359,11 +387,10 @@ def is_of_optax(node: Any) -> bool:
 
 def raw_keys(leaves: Sequence[Leaf]) -> list[bool]:
     """For each array whether it may be a raw random key, into which a worker folds its number."""
-    free = [x.role is Role.SAME and not x.in_optimizer and len(x.shape.shape) == 1 for x in leaves]
-    return [ok and x.shape.dtype == np.uint32 for ok, x in zip(free, leaves, strict=True)]
+    words = [x.shape.dtype == np.uint32 and x.shape.ndim == 1 for x in leaves]
+    return [ok and x.takes_fold() for ok, x in zip(words, leaves, strict=True)]
 
 
 def typed_keys(leaves: Sequence[Leaf]) -> set[int]:
-    """Places of typed random keys, into which a worker folds its number; an optimizer's own stay."""
-    free = [x.role is Role.SAME and not x.in_optimizer and is_key(x.shape) for x in leaves]
-    return {i for i, ok in enumerate(free) if ok}
+    """Places of typed random keys, into which a worker folds its number."""
+    return {i for i, x in enumerate(leaves) if is_key(x.shape) and x.takes_fold()}

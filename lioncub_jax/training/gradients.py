@@ -6,22 +6,24 @@ so gradients are local; in one of the caller's parameters are cast to *varying* 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import checks, wires
 from lioncub_jax.mesh import axes
-from lioncub_jax.mesh.axes import AxisName
+from lioncub_jax.mesh.axes import Axes, AxisName
+from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers, worker_axes
 from lioncub_jax.mesh.specs import Specs, spec_of, stacked
 from lioncub_jax.training import kinds, modules
 from lioncub_jax.training.kinds import Kind, Kinds, Loss
 from lioncub_jax.training.loss import check_closure, in_worker, loss_and_aux
-from lioncub_jax.training.worker import join_results, reduce_results
+from lioncub_jax.training.worker import as_count
 
 
 def local_value_and_grad(
@@ -215,3 +217,41 @@ def _check_on_mesh(workers: Workers, given: Any) -> None:
             "neither parameters nor rows lie on the mesh of the workers, whose axes are Explicit: params = "
             "jax.device_put(params, workers.shardings(P())), or call this within jax.set_mesh(mesh)"
         )
+
+
+_NO_NUMBER = (
+    "the loss returns {}, {}: what it returns beside the loss is averaged, added or stacked over the "
+    "workers; give numbers"
+)
+
+
+def reduce_results(
+    values: Any, kinds: Sequence[Kind], axis: Axes
+) -> tuple[dict[int, jax.Array], dict[int, jax.Array], Static]:
+    """Results of a loss by place: arrays over the workers, numbers on which they agree; and their tree.
+
+    Floating and complex numbers are averaged over the workers, whole ones added, in an all-reduce for each.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(values)
+    arrays, means, counts = {}, {}, {}
+    for i, ((path, x), kind) in enumerate(zip(leaves, kinds, strict=True)):
+        if isinstance(x, str):
+            raise TypeError(_NO_NUMBER.format(jax.tree_util.keystr(path), "text"))
+        x = jnp.asarray(x)
+        if kind is not Kind.SHARED:
+            arrays[i] = x[None] if kind is Kind.PER_WORKER else x
+        elif jnp.issubdtype(x.dtype, jnp.inexact):
+            means[i] = x
+        elif is_key(x):
+            raise TypeError(_NO_NUMBER.format(jax.tree_util.keystr(path), x.dtype))
+        else:
+            counts[i] = as_count(x)
+    numbers = wires.mean_over_workers(means, axis) | wires.sum_over_workers(counts, axis)
+    return arrays, numbers, Static(structure)
+
+
+def join_results(
+    arrays: dict[int, jax.Array], numbers: dict[int, jax.Array], structure: Static
+) -> Any:
+    """Undoes `reduce_results`."""
+    return jax.tree.unflatten(structure.value, jax.tree.leaves(arrays | numbers))  # sorted by place

@@ -10,6 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import jax
@@ -135,18 +136,22 @@ class MappedStep:
         self,
         step: Callable[..., Any],
         workers: Workers,
-        rows: Which,
-        averaged: tuple[str, ...],
-        out: dict[str, str],
-        donate: Which,
+        rows: Which = None,
+        averaged: tuple[str, ...] = (),
+        out: Mapping[str, str] = MappingProxyType({}),
+        donate: Which = (),
+        options: dict[str, Any] | None = None,
     ):
         self.step, self.workers, self.rows, self.averaged = step, workers, rows, averaged
-        self.out, self.donate = out, donate
-        self._in_flight = deque[jax.Array](maxlen=8)
-        self._waits = workers.mesh.devices.flat[0].platform == "cpu"
+        self.out, self.donate, self.options = out, donate, options
+        devices = workers.mesh.devices.flat
         # Whether all processes take part, of several: then they compare what they do.
-        parts = {device.process_index for device in workers.mesh.devices.flat}
-        self._shared, self._count = len(parts) == jax.process_count() > 1, 0
+        everywhere = len({x.process_index for x in devices}) == jax.process_count()
+        self._shared = everywhere and jax.process_count() > 1
+        self._in_flight = deque[jax.Array](maxlen=8)
+        self._is_bounded = devices[0].platform == "cpu"
+        self._waits: hosts.Waits | None = None
+        self._count = 0
         self._calls = dict[Any, tuple[Program, Moves]]()
         self._programs = dict[Any, Program]()
         self.__wrapped__, self.__name__ = step, getattr(step, "__name__", "step")
@@ -176,8 +181,11 @@ class MappedStep:
     def _bound(self, results: list[jax.Array]) -> None:
         """Waits for earlier steps on a CPU, whose collectives deadlock with dozens of steps in flight."""
         self._in_flight.extend(results[-1:])
+        if self._shared and self._in_flight:
+            self._waits = self._waits or hosts.Waits()
+            self._waits.latest = self._in_flight[-1]
         is_full = len(self._in_flight) == self._in_flight.maxlen
-        if self._waits and is_full and not self._in_flight[0].is_deleted():
+        if self._is_bounded and is_full and not self._in_flight[0].is_deleted():
             self._in_flight[0].block_until_ready()
 
     def _prepared(self, call: Call) -> "tuple[Program, Moves]":
@@ -277,14 +285,15 @@ class Program:
             found["results"] = Results(self.arguments, nodes, out)
             return found["results"].arrays
 
-        def probe(arrays: list[jax.Array]) -> list[Any]:
+        def probe(arrays: list[jax.Array]) -> jax.Array:
             here = [leaf.here(x) for leaf, x in zip(leaves, arrays, strict=True)]
             found["jaxpr"] = jax.jit(body).trace(here).jaxpr
-            return []
+            return jnp.zeros(())  # by a result with a spec JAX knows an Explicit mesh
 
         token = checks.proven.set(True)
         try:
-            jax.eval_shape(self.mapper.map(probe, (self.specs,), [], typed=False), list(shapes))
+            run = self.mapper.map(probe, (self.specs,), P(), typed=False)
+            jax.eval_shape(run, list(shapes))
         finally:
             checks.proven.reset(token)
         return found["jaxpr"], found["results"]
@@ -370,9 +379,17 @@ class Program:
         donated = dict[int, int]()
         if self.mapped.donate != ():
             donated = arguments_of(self.mapped.donate, self.arguments.names)
-        given, out = self.workers.shardings((tuple(self.specs), self.outside.specs()))
-        taken = [i for i, x in enumerate(self.arguments.leaves) if x.argument in donated]
-        return jax.jit(run, in_shardings=given, out_shardings=out, donate_argnums=taken)
+        leaves, results = self.arguments.leaves, self.results.arrays
+        pairs = zip(self.outside.specs(), results, strict=True)
+        lie = tuple([x.lies() for x in leaves]), [spec if x.size else P() for spec, x in pairs]
+        given, out = self.workers.shardings(lie)
+        return jax.jit(
+            run,
+            in_shardings=given,
+            out_shardings=out,
+            donate_argnums=[i for i, x in enumerate(leaves) if x.argument in donated],
+            compiler_options=self.mapped.options,
+        )
 
     def on_mesh(self, arrays: Sequence[Any]) -> list[Any]:
         """The results of all workers, of global arrays."""
@@ -429,7 +446,7 @@ def moves_of(arguments: Arguments, arrays: Sequence[Any]) -> Moves:
     """What is to be moved of the arrays of a call; the same in each call with arrays that lie so."""
     moves: Moves = []
     for i, (x, leaf) in enumerate(zip(arrays, arguments.leaves, strict=True)):
-        sharding = NamedSharding(arguments.workers.mesh, leaf.spec)
+        sharding = NamedSharding(arguments.workers.mesh, leaf.lies())
         local = is_of_this_process(x, arguments.workers)
         # A number, as the step of a TrainState at first, would be another program than what follows it. Of
         # several processes none may give jit an array of NumPy for a mesh.

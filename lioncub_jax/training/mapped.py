@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax.exchange import checks, scopes
 from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.exchange.holders import OWN, StateLayout, layout_on_worker
-from lioncub_jax.exchange.mapped import MappedTransform
+from lioncub_jax.exchange.mapped import MappedTransform, placing
 from lioncub_jax.mesh import axes, boxes
 from lioncub_jax.mesh.placement import Workers, check_devices, check_workers
-from lioncub_jax.mesh.specs import Specs, axes_of, product, stacked
+from lioncub_jax.mesh.specs import Specs, stacked
 from lioncub_jax.training import control_flow
+from lioncub_jax.training.state import check_layout
 
 
 class MappedUpdate(MappedTransform):
@@ -163,36 +164,6 @@ def _split_static(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         is_array = all(isinstance(x, (jax.Array, np.ndarray, int, float)) for x in leaves)
         (arrays if is_array else static)[name] = tree
     return arrays, static
-
-
-def check_layout(
-    state: optax.OptState,
-    specs: Specs,
-    workers: Workers,
-    in_worker: bool = False,
-    name: str = "state",
-) -> None:
-    """Raises ``ValueError`` for the state of another optimizer, or of other workers."""
-    advice = (
-        "make the state by init_state or init of this optimizer, with the same parameters and workers, and "
-        "the same local optimizer or none; moments of another go on by lioncub_jax.checkpoint.carry_over"
-    )
-    structure: Any = jax.tree.structure(specs)
-    try:
-        parts = structure.flatten_up_to(state)
-    except ValueError as error:
-        raise ValueError(f"the {name} is not one of this optimizer: {advice}") from error
-    for spec, part in zip(jax.tree.leaves(specs), parts, strict=True):
-        if not workers.stacks(spec):
-            continue
-        # A slice that is the same for all owners differs over the devices of a group only.
-        holders = 1 if in_worker else product(workers.mesh.shape, axes_of(spec[0]))
-        for x in jax.tree.leaves(part):
-            if jnp.shape(x)[:1] != (holders,):
-                raise ValueError(
-                    f"the {name} has an array of shape {jnp.shape(x)} where {holders} workers have "
-                    f"one each: {advice}"
-                )
 
 
 def _difference(results: Any, wrong: list[int], workers: Workers, sent: bool) -> str:
@@ -364,7 +335,9 @@ class _GlobalTransform:
                     "check_vma=True); or call tx.update itself, with a state that tx.init made in the same "
                     "shard_map or pmap"
                 )
-            layout = layout_on_worker(mapped.tx.init(params), params, workers.axes)
+            with placing(workers.axes):
+                first = mapped.tx.init(params)
+            layout = layout_on_worker(first, params, workers.axes)
             check_layout(state, layout.specs, workers, in_worker=True)
             return mapped.update_on_worker(layout, updates, state, params, extra | per_worker)
         param_specs = self._param_specs(params)

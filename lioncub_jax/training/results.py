@@ -1,7 +1,7 @@
 """What comes out of a mapped step: what is the same stays; what differs is joined, or is an error."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.mesh.axes import all_finite
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.training import graphs
-from lioncub_jax.training.arguments import Arguments, Role, as_static, is_array, opened
+from lioncub_jax.training.arguments import Arguments, Own, Role, as_static, is_array, opened
 from lioncub_jax.training.differ import Classes, Differences, is_increment
 from lioncub_jax.training.worker import as_count
 
@@ -27,7 +27,7 @@ class Result(NamedTuple):
     Attributes:
       name: as a user would write it.
       before: the place, among the arrays of the arguments, of that which it goes on from; or None.
-      kind: of the variable of nnx that holds it, or "".
+      kind: of the variable of nnx that holds it, "own" in a box that the step made, or "".
     """
 
     name: str
@@ -105,7 +105,7 @@ class _Matching:
 
     def __init__(self, arguments: Arguments, add: Callable[[Any, Result], _Slot]):
         self._arguments, self._add, self._taken = arguments, add, set[int]()
-        self._parts: dict[Any, list[tuple[Any, list[Any]]]] = {}
+        self._offered: dict[Any, list[tuple[Any, list[Any]]]] = {}
         plain, _ = arguments.with_statics([_Slot(i) for i in range(len(arguments.leaves))])
         for argument in plain:
             self._offer(argument, is_argument=True)
@@ -119,7 +119,7 @@ class _Matching:
         is_known = not _is_slot(node) or self._is_known(node, is_argument)
         if is_known and any(map(_is_slot, leaves)):
             kinds = tuple([self._kind_before(x) if _is_slot(x) else as_static(x) for x in leaves])
-            self._parts.setdefault((tree, kinds), []).append((node, leaves))
+            self._offered.setdefault((tree, kinds), []).append((node, leaves))
         for part in (
             () if _is_slot(node) else jax.tree.leaves(node, is_leaf=lambda x: x is not node)
         ):
@@ -137,29 +137,58 @@ class _Matching:
             shape[leaf.dim] //= self._arguments.workers.count
         return tuple(shape[leaf.role is Role.OWN :]), leaf.shape.dtype
 
-    def of(self, node: Any, path: Any = ()) -> Any:
-        """The result with a `_Slot` for each array."""
+    def of(self, out: Any) -> Any:
+        """The result with a `_Slot` for each array.
+
+        The largest parts are matched first: updates may look like momentum, which is a part of a state.
+        """
+        found: dict[Any, Any] = {}
+        for path, node in sorted(_parts(out), key=lambda part: -len(jax.tree.leaves(part[1]))):
+            inside = any(path[:i] in found for i in range(len(path)))
+            matched = None if inside else self._matched(node)
+            if matched is not None:
+                found[path] = matched
+        return self._filled(out, (), found)
+
+    def _matched(self, node: Any) -> Any:
+        """A part of a result with its slots, as the part of the arguments that it goes on from; or None."""
         leaves, tree = jax.tree.flatten(node)
         kinds = tuple([(jnp.shape(x), x.dtype) if is_array(x) else as_static(x) for x in leaves])
-        is_leaf, name = len(leaves) == 1 and leaves[0] is node, jax.tree_util.keystr(path)
-        for outside, before in self._parts.get((tree, kinds), ()):
+        for outside, before in self._offered.get((tree, kinds), ()):
             places = [x.place for x in before if isinstance(x, _Slot)]
             if self._taken.isdisjoint(places):
                 self._taken.update(places)
                 slots = [self._slot(x, at) for x, at in zip(leaves, before, strict=True)]
                 held: Any = jax.tree.structure(outside, is_leaf=_is_slot)
                 return held.unflatten(slots)
-        if is_leaf:
-            return self._add(node, Result(f"result{name}")) if is_array(node) else _Fixed(node)
-        one: Any
-        each, one = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-        return one.unflatten([self.of(x, (*path, *rest)) for rest, x in each])
+        return None
+
+    def _filled(self, node: Any, path: Any, found: dict[Any, Any]) -> Any:
+        """A part of a result, in which the parts that are found have their slots."""
+        if path in found:
+            return found[path]
+        name = f"result{jax.tree_util.keystr(path)}"
+        if isinstance(node, Own):
+            return jax.tree.map(lambda x: self._add(x, Result(name, kind="own")), node.value)
+        if jax.tree_util.all_leaves([node]):
+            return self._add(node, Result(name)) if is_array(node) else _Fixed(node)
+        tree: Any
+        parts, tree = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+        return tree.unflatten([self._filled(x, (*path, *rest), found) for rest, x in parts])
 
     def _slot(self, x: Any, at: Any) -> Any:
         if not isinstance(at, _Slot):
             return _Fixed(x)
         leaf = self._arguments.leaves[at.place]
         return self._add(x, Result(leaf.name, at.place, leaf.kind))
+
+
+def _parts(tree: Any, path: Any = ()) -> Iterator[tuple[Any, Any]]:
+    """A tree and all parts of it, each with its path."""
+    yield path, tree
+    for rest, part in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree):
+        if rest:
+            yield from _parts(part, (*path, *rest))
 
 
 class Outside:
@@ -187,6 +216,8 @@ class Outside:
 
     def _role(self, i: int, result: Result) -> Role:
         x, leaf, over = self._results.arrays[i], self._leaf(i), self._over(i)
+        if result.kind == "own":
+            return Role.OWN
         if leaf is not None and leaf.role in (Role.OWN, Role.ROWS):
             if more := sorted(set(over).difference(leaf.over())):
                 raise ValueError(
@@ -273,7 +304,12 @@ class Outside:
                 "as lioncub_jax.owner_adamw(..., workers=workers), or lioncub_jax.global_gradients around "
                 "yours"
             )
-        if leaf is not None and leaf.in_optimizer:
+        if len(over) < len(self._workers.axes):
+            return (
+                f"{of}, and not over all axes of the workers: give the optimizer the same "
+                "lioncub_jax.Workers as the step"
+            )
+        if leaf is not None and leaf.held.in_optimizer:
             return (
                 f"{of}: it stands in front of the transform in which workers talk, or is changed by what "
                 "each has for itself, such as its own loss. In front, each worker has its own: state = "
@@ -322,7 +358,7 @@ class Outside:
         for result in self._results.each:
             old.append(None if result.before is None else before[result.before])
         # A worker with values that are not finite keeps floats in boxes, and leaves the mean of statistics.
-        boxed = [i for i in by[Role.OWN] if old[i] is not None and self._leaf(i).boxed]
+        boxed = [i for i in by[Role.OWN] if old[i] is not None and self._leaf(i).held.boxed]
         boxed = [i for i in boxed if jnp.issubdtype(old[i].dtype, jnp.inexact)]
         kept = all_finite([results[i] for i in boxed])
         for i in boxed:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,44 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from lioncub_jax.exchange.holder import Holder
+from lioncub_jax.exchange.mapped import MappedTransform
 from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.hosts import check_same, is_key, put
 from lioncub_jax.mesh.placement import Workers, check_arrays, check_real, check_workers
-from lioncub_jax.mesh.specs import Specs, axes_in, spec_of, specs_of
+from lioncub_jax.mesh.specs import Specs, axes_in, axes_of, product, spec_of, specs_of
 from lioncub_jax.training import kinds
-from lioncub_jax.training.mapped import MappedUpdate
 from lioncub_jax.training.modules import check_split, is_module, update_module
-from lioncub_jax.training.step import StepState
 from lioncub_jax.training.worker import check_local_steps, per_worker_state
+
+
+class StepState(NamedTuple):
+    """Everything a training step reads and writes.
+
+    Attributes:
+      step: ``int32[]``, steps done.
+      params: the parameters, replicated over the workers.
+      model_state: what the model keeps besides parameters (batch statistics, dropout counters), each
+        worker's own: leaves ``[workers, ...]``.
+      opt_state: the optimizer's state; leaves that differ between workers are ``[workers, ...]``.
+      rng: a typed PRNG key, replicated; each step and worker folds its own from it.
+      local_state: of the optimizer of local steps, each worker's own: leaves ``[workers, ...]``. Apart from
+        ``opt_state``, whose transform does not know of it; ``()`` without, as in older checkpoints.
+
+    Source: this library; see `init_state` for an example.
+    """
+
+    step: jax.Array
+    params: optax.Params
+    model_state: Any
+    opt_state: optax.OptState
+    rng: jax.Array
+    local_state: Any = ()
+
+    @staticmethod
+    def holders() -> dict[str, Holder]:
+        """Holders of the fields, for checkpoints."""
+        return {"model_state": Holder.WORKER, "local_state": Holder.WORKER}
 
 
 def init_state(
@@ -92,7 +121,7 @@ def init_state(
 
 def _mapped(
     tx: Any, params: optax.Params, workers: Workers, specs: Specs, local: Any
-) -> tuple[Any, Any, list[MappedUpdate]]:
+) -> tuple[Any, Any, list[MappedTransform]]:
     """Parameters out of their boxes, their specs, and the two optimizers mapped over the workers."""
     check_workers(workers)
     check_local_steps(local, 1, workers)
@@ -104,7 +133,7 @@ def _mapped(
     return (
         params,
         workers.param_specs(params, specs),
-        [MappedUpdate(one, workers) for one in both],
+        [MappedTransform(one, workers) for one in both],
     )
 
 
@@ -261,3 +290,47 @@ def abstract_state(
         rng=workers.shape(P(), jax.eval_shape(jax.random.key, 0)),
         local_state=local_state,
     )
+
+
+def check_state(
+    tx: optax.GradientTransformationExtraArgs,
+    local: optax.GradientTransformation | None,
+    workers: Workers,
+    state: StepState,
+) -> None:
+    """Raises ``ValueError`` for the state of another optimizer, of local steps too, or of other workers."""
+    specs = workers.param_specs(state.params, jax.tree.map(spec_of, state.params))
+    for name, one in (("opt_state", tx), ("local_state", per_worker_state(local, workers))):
+        layout = MappedTransform(one, workers).layout(state.params, specs)
+        check_layout(getattr(state, name), layout.specs, workers, name=name)
+
+
+def check_layout(
+    state: optax.OptState,
+    specs: Specs,
+    workers: Workers,
+    *,
+    name: str = "state",
+    in_worker: bool = False,
+) -> None:
+    """Raises ``ValueError`` for the state of another optimizer, or of other workers."""
+    advice = (
+        "make the state by init_state or init of this optimizer, with the same parameters and workers, and "
+        "the same local optimizer or none; moments of another go on by lioncub_jax.checkpoint.carry_over"
+    )
+    structure: Any = jax.tree.structure(specs)
+    try:
+        parts = structure.flatten_up_to(state)
+    except ValueError as error:
+        raise ValueError(f"the {name} is not one of this optimizer: {advice}") from error
+    for spec, part in zip(jax.tree.leaves(specs), parts, strict=True):
+        if not workers.stacks(spec):
+            continue
+        # A slice that is the same for all owners differs over the devices of a group only.
+        holders = 1 if in_worker else product(workers.mesh.shape, axes_of(spec[0]))
+        for x in jax.tree.leaves(part):
+            if jnp.shape(x)[:1] != (holders,):
+                raise ValueError(
+                    f"the {name} has an array of shape {jnp.shape(x)} where {holders} workers have "
+                    f"one each: {advice}"
+                )

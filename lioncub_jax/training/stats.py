@@ -16,7 +16,7 @@ from lioncub_jax.mesh.boxes import find_nodes
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Static, Workers, check_alive
 from lioncub_jax.training.modules import is_module, update_module
-from lioncub_jax.training.step import StepState
+from lioncub_jax.training.state import StepState
 
 
 def metrics(state: optax.OptState) -> dict[str, jax.Array]:

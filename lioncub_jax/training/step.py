@@ -1,74 +1,36 @@
 """A training step on a mesh: local gradients, each worker's own state, one agreed update.
 
-What differs between workers is known from types and never guessed: inside ``shard_map`` parameters are
-cast to *varying* over the worker axes, so gradients are local. Which state is each worker's own is
-declared, see `holders`. Outside, such state has a leading ``[workers]`` axis sharded over the mesh;
-everything else is the same on all workers. Over the inner axes of a mesh arrays are cut as the parameters
-are.
+It is a plain step, written as for one device, that `map_step` maps over the workers. Each worker's own is
+what `StepState` says; rows of several hosts are placed in front of it.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange.arguments import check_count
+from lioncub_jax.exchange.checks import refused_functions
 from lioncub_jax.exchange.holder import Holder
+from lioncub_jax.exchange.holders import find_holders
 from lioncub_jax.mesh import axes
-from lioncub_jax.mesh.hosts import Batches, Waits, check_same_program, check_same_scalars, together
-from lioncub_jax.mesh.placement import (
-    Workers,
-    check_alive,
-    check_devices,
-    check_real,
-)
-from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
-from lioncub_jax.training import kinds
-from lioncub_jax.training.kinds import Kind, Kinds, Loss
-from lioncub_jax.training.loss import check_closure
-from lioncub_jax.training.mapped import MappedUpdate, check_layout
+from lioncub_jax.mesh.hosts import Batches, is_key
+from lioncub_jax.mesh.placement import Workers, check_alive, check_devices, check_real
+from lioncub_jax.mesh.specs import check_batch_spec
+from lioncub_jax.training.kinds import Loss
+from lioncub_jax.training.map_step import MappedStep
+from lioncub_jax.training.state import StepState, check_state
 from lioncub_jax.training.worker import (
     check_local_steps,
-    join_results,
     make_difference,
     make_gradient,
-    per_worker_state,
-    reduce_results,
+    metrics_of_all,
 )
-
-
-class StepState(NamedTuple):
-    """Everything a training step reads and writes.
-
-    Attributes:
-      step: ``int32[]``, steps done.
-      params: the parameters, replicated over the workers.
-      model_state: what the model keeps besides parameters (batch statistics, dropout counters), each
-        worker's own: leaves ``[workers, ...]``.
-      opt_state: the optimizer's state; leaves that differ between workers are ``[workers, ...]``.
-      rng: a typed PRNG key, replicated; each step and worker folds its own from it.
-      local_state: of the optimizer of local steps, each worker's own: leaves ``[workers, ...]``. Apart from
-        ``opt_state``, whose transform does not know of it; ``()`` without, as in older checkpoints.
-
-    Source: this library; see `init_state` for an example.
-    """
-
-    step: jax.Array
-    params: optax.Params
-    model_state: Any
-    opt_state: optax.OptState
-    rng: jax.Array
-    local_state: Any = ()
-
-    @staticmethod
-    def holders() -> dict[str, Holder]:
-        """Holders of the fields, for checkpoints."""
-        return {"model_state": Holder.WORKER, "local_state": Holder.WORKER}
 
 
 class TrainStep:
@@ -81,27 +43,30 @@ class TrainStep:
     """
 
     def __init__(
-        self, step: Callable[..., Any], workers: Workers, batches: Batches, in_kinds: Kinds
+        self,
+        step: Callable[..., Any],
+        workers: Workers,
+        batches: Batches,
+        check: Callable[[StepState], None],
     ):
-        self.traces, self._step, self._workers, self._calls = 0, step, workers, 0
-        self._batches, self._in_kinds = batches, in_kinds
-        self._bounded = workers.mesh.devices.flat[0].platform == "cpu"
-        self._in_flight: deque[jax.Array] = deque(maxlen=8)
-        self._waits: Waits | None = None
+        self.traces, self._step, self._workers = 0, step, workers
+        self._batches, self._check_new, self._known = batches, check, set[Any]()
         self.compiled()
 
     def compiled(self, options: dict[str, Any] | None = None) -> "TrainStep":
         """Says how the step is compiled; returns it.
 
         Args:
-          options: for XLA, as ``compiler_options`` of ``jax.jit``, such as those of `overlap_options`.
+          options: for XLA, as ``compiler_options`` of ``jax.jit``.
         """
 
-        def traced(state: StepState, batch: Any, static: tuple[Any, ...]) -> Any:
+        def train_step(state: StepState, batch: Any) -> Any:
             self.traces += 1
-            return self._step(state, batch, *static)
+            return self._step(state, batch)
 
-        self._jitted = jax.jit(traced, donate_argnums=0, static_argnums=2, compiler_options=options)
+        self._mapped = MappedStep(
+            train_step, self._workers, rows="batch", donate="state", options=options
+        )
         return self
 
     def __call__(self, state: StepState, batch: Any) -> tuple[StepState, dict[str, Any]]:
@@ -116,24 +81,14 @@ class TrainStep:
         """
         self._check(state, batch)
         if self._batches.shared:
-            leaves = kinds.classify_batch(batch, self._in_kinds)
-            self._batches.check([(x.name, x.array, x.kind is Kind.SPLIT) for x in leaves])
-        arguments = self._arguments(state, batch)
-        if not self._in_flight and self._batches.shared:
-            traced = together("the step was not traced", partial(self._jitted.lower, *arguments))
-            check_same_program(traced, {"state": state, "batch": arguments[1]})
-            self._waits = Waits()
-        elif self._batches.shared:
-            check_same_scalars(self._calls, {"state": state, "batch": arguments[1]})
-        self._calls += 1
-        state, metrics = self._jitted(*arguments)
-        # XLA's CPU collectives deadlock where dozens of steps are in flight; eight cost nothing.
-        self._in_flight.append(metrics["loss"])
-        if self._waits:
-            self._waits.latest = metrics["loss"]
-        if self._bounded and len(self._in_flight) == self._in_flight.maxlen:
-            self._in_flight[0].block_until_ready()
+            leaves = jax.tree_util.tree_leaves_with_path(batch)
+            self._batches.check([(_name(path), x, jnp.ndim(x) > 0) for path, x in leaves])
+        state, metrics = self._mapped(state, self._placed(batch))
         return state, {"loss": metrics.pop("loss"), **metrics}  # jit has sorted them by name
+
+    def lower(self, state: StepState, batch: Any) -> jax.stages.Lowered:
+        """Lowers the step as ``jax.jit(...).lower``, to read its program. Shapes will do."""
+        return self._mapped.lower(state, self._placed(batch))
 
     def _check(self, state: StepState, batch: Any) -> None:
         """Raises for a state or a call that JAX would refuse in words of its own, or not at all."""
@@ -146,33 +101,43 @@ class TrainStep:
             raise TypeError(
                 "a TrainStep is called inside jit, scan, vmap or grad, and it compiles itself: call it as "
                 "it is, in a loop of Python, and read it by step.lower(state, batch). A program of several "
-                "steps is written with worker_value_and_grad and on_mesh"
+                "steps is a step of your own in lioncub_jax.map_step"
             )
-        check_alive("state", state)
-        if not self._in_flight:  # the first
+        structure = jax.tree.structure(state)
+        if structure not in self._known:
+            check_alive("state", state)
             check_devices(self._workers, state=state)
+            self._check_new(state)
+            self._known.add(structure)
 
-    def lower(self, state: StepState, batch: Any) -> jax.stages.Lowered:
-        """Lowers the step as ``jax.jit(...).lower``, to read its program. Shapes will do."""
-        return self._jitted.lower(*self._arguments(state, batch))
+    def _placed(self, batch: Any) -> Any:
+        """The batch on the mesh: arrays by their rows, numbers whole."""
 
-    def _arguments(self, state: StepState, batch: Any) -> tuple[StepState, Any, Any]:
-        """The state, the batch on the mesh, and what a step is compiled for.
+        def place(path: Any, x: Any) -> Any:
+            name = _name(path)
+            _check_array(name, x)
+            return self._batches.place(
+                x, self._batches.rows_of_all(name, x) if jnp.ndim(x) else None
+            )
 
-        That is the kinds of the leaves of the batch, and the specs of the parameters.
-        """
-        placed, rows = [], []
-        leaves = kinds.classify_batch(batch, self._in_kinds)
-        for name, x, kind, entry in leaves:
-            count = None
-            if kind is Kind.SPLIT:
-                count = self._batches.rows_of_all(name, x)
-                rows.append((name, count, entry))
-            placed.append(self._batches.place(x, count))
-        kinds.check_rows(rows)
-        batch = jax.tree.unflatten(jax.tree.structure(batch), placed)
-        specs = tuple(map(spec_of, jax.tree.leaves(state.params)))
-        return state, batch, (tuple([leaf.kind for leaf in leaves]), specs)
+        return jax.tree_util.tree_map_with_path(place, batch)
+
+
+def _name(path: Any) -> str:
+    return f"batch{jax.tree_util.keystr(path)}"
+
+
+def _check_array(name: str, x: Any) -> None:
+    """Raises ``TypeError`` for what is no array of numbers, such as a list's text or a tensor."""
+    kinds = jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float, complex
+    dtype = getattr(x, "dtype", np.dtype(bool))
+    is_number = jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_) or is_key(x)
+    if not isinstance(x, kinds) or not is_number:
+        of = f" of dtype {dtype}" if isinstance(x, kinds) else ""
+        raise TypeError(
+            f"{name} is {type(x).__module__}.{type(x).__qualname__}{of}: give an array of numbers, of "
+            "tensors and columns of other libraries np.asarray(x)"
+        )
 
 
 def make_train_step(
@@ -181,7 +146,6 @@ def make_train_step(
     workers: Workers,
     *,
     batch_spec: P | None = None,
-    in_kinds: Kinds = None,
     accumulate: int = 1,
     local_steps: int = 1,
     local: optax.GradientTransformation | None = None,
@@ -209,10 +173,6 @@ def make_train_step(
       workers: a `Workers`, on a mesh with Auto or Explicit axes.
       batch_spec: how the batch is cut, such as ``P(("data", "fsdp"))``; by default over the workers (and
         the group) only. The workers' axes come first in its first entry.
-      in_kinds: what the leaves of a batch are to the workers, a tree like it or of its parts: by default
-        arrays are ``Kind.SPLIT`` (cut along the first dimension over the workers) and numbers
-        ``Kind.SHARED`` (whole to each worker), which arrays such as class weights must be given:
-        ``{"x": Kind.SPLIT, "weights": Kind.SHARED}``. Of a random key see `worker_value_and_grad`.
       accumulate: parts into which a worker cuts its batch; their gradients are averaged, in float32 at
         least, before the exchange.
       local_steps: into how many parts a worker cuts its batch first, each for a step of its own.
@@ -223,7 +183,8 @@ def make_train_step(
     Returns:
       ``step(state, batch) -> (state, metrics)``, a `TrainStep`, whose ``compiled`` takes options for
       XLA. The batch is a tree of arrays whose first dimension is a multiple of what
-      ``batch_spec`` cuts it into, times ``local_steps`` and ``accumulate``.
+      ``batch_spec`` cuts it into, times ``local_steps`` and ``accumulate``; numbers in it go whole to each
+      worker, and so do arrays that the loss closes over, such as class weights.
       In several processes an array of NumPy, or on a process' own devices, is the rows that its devices
       take: each reads its own, as many in each step, and in the first call they compare how many, and
       whether some are the same. A global ``jax.Array`` is as it is, and shapes are global.
@@ -269,71 +230,52 @@ def make_train_step(
             "(params, model_state, batch, rng) -> (loss, aux, model_state); from_nnx returns one as the "
             "first of three"
         )
-    check_closure(loss_fn, workers)
-    mapped = MappedUpdate(optax.with_extra_args_support(tx), workers)
-    local_states = MappedUpdate(per_worker_state(local, workers), workers)
+    tx = optax.with_extra_args_support(tx)
+    gradient, refused = make_gradient(loss_fn, accumulate), refused_functions(tx)
+    if local is not None:
+        gradient = make_difference(gradient, local, local_steps)
 
-    def worker(
-        leaf_kinds: Sequence[Kind],
-        params: optax.Params,
-        states: optax.OptState,
-        batch: Any,
-        rng: jax.Array,
-        count: jax.Array,
-    ) -> Any:
-        rows, join = kinds.split_batch(batch, leaf_kinds, workers)
-        gradient = make_gradient(loss_fn, accumulate, join)
-        if local is not None:
-            gradient = make_difference(gradient, local, local_steps)
-        rng = jax.random.fold_in(jax.random.fold_in(rng, count), axes.worker_index(workers.axes))
-        before = jax.tree.map(lambda x: x[0], states)
-        grads, after, (loss, aux) = gradient(params, before, rows, rng)
+    def step(state: StepState, batch: Any) -> tuple[StepState, dict[str, Any]]:
+        rng = jax.random.fold_in(state.rng, state.step)
+        rng = jax.random.fold_in(rng, axes.worker_index(workers.axes))
+        before = state.model_state, state.local_state
+        grads, after, (loss, aux) = gradient(state.params, before, batch, rng)
         abstains = ~jnp.isfinite(loss)
         if local is not None:
             abstains |= ~axes.all_finite(grads)
-        after = jax.tree.map(partial(jnp.where, abstains), before, after)
-        stacked_here = jax.tree.map(lambda x: x[None], (grads, after, abstains))
-        return *stacked_here, *_metrics(loss, aux, workers)
-
-    def step(
-        state: StepState, batch: Any, leaf_kinds: Sequence[Kind], specs: Sequence[P]
-    ) -> tuple[StepState, dict[str, Any]]:
-        given = jax.tree.unflatten(jax.tree.structure(state.params), specs)
-        param_specs, one_each = workers.param_specs(state.params, given), P(workers.axes)
-        local_specs = () if local is None else local_states.layout(state.params, param_specs).specs
-        check_layout(state.local_state, local_specs, workers, name="local_state")
-        states, state_specs = (state.model_state, state.local_state), (one_each, local_specs)
-        leaf_specs = [batch_spec if kind is Kind.SPLIT else P() for kind in leaf_kinds]
-        batch_specs = jax.tree.unflatten(jax.tree.structure(batch), leaf_specs)
-        in_specs = param_specs, state_specs, batch_specs, P(), P()
-        grad_specs = stacked(param_specs, workers.axes)
-        out_specs = grad_specs, state_specs, one_each, one_each, P(), P()
-        run = workers.map(partial(worker, leaf_kinds), in_specs, out_specs, typed=False)
-        grads, states, abstains, *metrics = run(state.params, states, batch, state.rng, state.step)
-        outputs = join_results(*metrics)
-        updates, opt_state = mapped.update(
-            param_specs, grads, state.opt_state, state.params,
-            per_worker={"diverged": abstains}, extra={"value": outputs["loss"]},
-        )  # fmt: skip
-        params = optax.apply_updates(state.params, updates)
-        after = state._replace(
+        model_state, local_state = jax.tree.map(partial(jnp.where, abstains), before, after)
+        metrics = metrics_of_all(loss, aux, workers)
+        told = {"value": metrics["loss"], "grad": grads, "diverged": abstains}
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, **told, **refused)
+        after = StepState(
             step=optax.safe_increment(state.step),
-            params=workers.constrain(params, param_specs),
-            model_state=states[0],
-            opt_state=opt_state,
-            local_state=states[1],
+            params=optax.apply_updates(state.params, updates),
+            model_state=model_state,
+            opt_state=_kept_if_not_finite(grads, state.opt_state, opt_state),
+            rng=state.rng,
+            local_state=local_state,
         )
-        return after, outputs
+        return after, metrics
 
     batches = Batches(workers, batch_spec, local_steps, accumulate)
-    return TrainStep(step, workers, batches, in_kinds)
+    return TrainStep(step, workers, batches, partial(check_state, tx, local, workers))
 
 
-def _metrics(loss: jax.Array, aux: Any, workers: Workers) -> Any:
-    """The loss and what is in ``aux`` by name, as `reduce_results`, arrays of each worker."""
-    named = aux if isinstance(aux, dict) else {"aux": aux}
-    if "loss" in named:
-        raise ValueError("the aux dict has a key 'loss', which is taken; give it another name")
-    metrics = {"loss": loss, **named}
-    each = [Kind.PER_WORKER if jnp.ndim(x) else Kind.SHARED for x in jax.tree.leaves(metrics)]
-    return reduce_results(metrics, each, workers.axes)
+def _kept_if_not_finite(
+    grads: optax.Updates, before: optax.OptState, after: optax.OptState
+) -> optax.OptState:
+    """The new state; where this worker's gradient is not finite, floating arrays in front are the old ones.
+
+    In front of the exchange, that is; counters, flags and keys there are the new ones.
+    """
+    holders = find_holders(before)
+    if Holder.FRONT not in jax.tree.leaves(holders):
+        return after
+    finite = axes.all_finite(grads)
+
+    def kept(holder: Holder, old: jax.Array, new: jax.Array) -> jax.Array:
+        if holder is not Holder.FRONT or not jnp.issubdtype(new.dtype, jnp.inexact):
+            return new
+        return jnp.where(finite, new, old)
+
+    return jax.tree.map(kept, holders, before, after)

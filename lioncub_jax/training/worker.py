@@ -1,7 +1,6 @@
 """One worker's gradient of its rows, or the difference that its local steps make; and its metrics."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,30 +14,23 @@ from lioncub_jax.exchange.arguments import check_count
 from lioncub_jax.exchange.holders import exchanging_part
 from lioncub_jax.exchange.means import common_dtype, halves, of_halves
 from lioncub_jax.mesh import axes
-from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.mesh.hosts import is_key
-from lioncub_jax.mesh.placement import Static, Workers
+from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.training import loss as losses
-from lioncub_jax.training.kinds import Kind, Loss, Rows
+from lioncub_jax.training.arguments import Own
+from lioncub_jax.training.kinds import Loss
 
-_NO_NUMBER = (
-    "the loss returns {}, {}: what it returns beside the loss is averaged, added or stacked over the "
-    "workers; give numbers"
-)
 _PLAIN = "give a plain optax transform, such as optax.adamw(1e-3)"
 
 
-def make_gradient(
-    loss_fn: Loss, accumulate: int, batch_of: Callable[[Rows], Any]
-) -> Callable[..., Any]:
-    """``(params, states, rows, rng) -> (grads, states, (loss, aux))`` of one worker.
+def make_gradient(loss_fn: Loss, accumulate: int) -> Callable[..., Any]:
+    """``(params, states, batch, rng) -> (grads, states, (loss, aux))`` of one worker.
 
     States are the model's, and that of local steps, which stays as it is. Of several parts of the rows the
-    gradients are averaged; ``batch_of`` makes of rows what the loss takes.
+    gradients are averaged.
     """
 
-    def loss_of(params: optax.Params, states: optax.OptState, rows: Rows, rng: jax.Array) -> Any:
-        batch = batch_of(rows)
+    def loss_of(params: optax.Params, states: optax.OptState, batch: Any, rng: jax.Array) -> Any:
         model_state, local_state = states
         if type(model_state) is tuple and not model_state:  # there is none
             out = losses.call(loss_fn, params=params, batch=batch, rng=rng)
@@ -49,23 +41,23 @@ def make_gradient(
             model_state = losses.like_given(model_state, after)
         return loss, (aux, (model_state, local_state))
 
-    value_and_grad = losses.in_worker(jax.value_and_grad(loss_of, has_aux=True))
+    value_and_grad = jax.value_and_grad(loss_of, has_aux=True)
 
-    def whole(params: optax.Params, states: optax.OptState, rows: Rows, rng: jax.Array) -> Any:
-        (loss, (aux, states)), grads = value_and_grad(params, states, rows, rng)
+    def whole(params: optax.Params, states: optax.OptState, batch: Any, rng: jax.Array) -> Any:
+        (loss, (aux, states)), grads = value_and_grad(params, states, batch, rng)
         return grads, states, (loss, aux)
 
     def accumulated(
-        params: optax.Params, states: optax.OptState, rows: Rows, rng: jax.Array
+        params: optax.Params, states: optax.OptState, batch: Any, rng: jax.Array
     ) -> Any:
-        def add(carry: Any, rows: Rows, rng: jax.Array) -> Any:
-            grads, states, metrics = whole(params, carry[1], rows, rng)
+        def add(carry: Any, batch: Any, rng: jax.Array) -> Any:
+            grads, states, metrics = whole(params, carry[1], batch, rng)
             total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), carry[0], grads)
             return (total, states), metrics
 
         # In float32 at least: a sum of many short floats loses digits, or has no end.
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, common_dtype(p, jnp.float32)), params)
-        (total, states), metrics = _in_parts(add, (zeros, states), rows, rng, accumulate)
+        (total, states), metrics = _in_parts(add, (zeros, states), batch, rng, accumulate)
         mean = jax.tree.map(lambda t, p: (t / accumulate).astype(p.dtype), total, params)
         return mean, states, metrics
 
@@ -78,32 +70,35 @@ def make_difference(
     """`make_gradient` with ``params - params after local steps`` in place of the gradient."""
     optimizer = optax.with_extra_args_support(local)
 
-    def one(carry: Any, rows: Rows, rng: jax.Array) -> Any:
+    def one(carry: Any, batch: Any, rng: jax.Array) -> Any:
         params, states = carry
-        grads, (model_state, state), metrics = gradient(params, states, rows, rng)
+        grads, (model_state, state), metrics = gradient(params, states, batch, rng)
         updates, state = optimizer.update(grads, state, params, value=metrics[0])
         return (optax.apply_updates(params, updates), (model_state, state)), metrics
 
-    def difference(params: optax.Params, states: optax.OptState, rows: Rows, rng: jax.Array) -> Any:
+    def difference(params: optax.Params, states: optax.OptState, batch: Any, rng: jax.Array) -> Any:
         # XLA copies what a loop carries at each turn: parameters and states, so two steps make one turn.
         carry = params, states
-        (after, states), metrics = _in_parts(one, carry, rows, rng, local_steps, unroll=2)
+        (after, states), metrics = _in_parts(one, carry, batch, rng, local_steps, unroll=2)
         return jax.tree.map(jnp.subtract, params, after), states, metrics
 
     return difference
 
 
 def _in_parts(
-    one: Callable[..., Any], carry: Any, rows: Any, rng: jax.Array, count: int, unroll: int = 1
+    one: Callable[..., Any], carry: Any, batch: Any, rng: jax.Array, count: int, unroll: int = 1
 ) -> Any:
-    """``one(carry, rows, rng) -> (carry, (loss, aux))`` on each part of the rows; metrics of all parts."""
+    """``one(carry, batch, rng) -> (carry, (loss, aux))`` on each part of the rows; metrics of all parts."""
+    tree: Any
+    whole, tree = jax.tree.flatten(batch)
 
     def on(carry: Any, part: Any) -> Any:
         index, rows = part
-        return one(carry, rows, jax.random.fold_in(rng, index))
+        each = [rows.get(i, x) for i, x in enumerate(whole)]
+        return one(carry, tree.unflatten(each), jax.random.fold_in(rng, index))
 
-    parts = jnp.arange(count), jax.tree.map(partial(_cut, count=count), rows)
-    carry, (loss_of_parts, aux) = lax.scan(on, carry, parts, unroll=unroll)
+    rows = {i: _cut(x, count) for i, x in enumerate(whole) if jnp.ndim(x)}
+    carry, (loss_of_parts, aux) = lax.scan(on, carry, (jnp.arange(count), rows), unroll=unroll)
     return carry, (jnp.mean(loss_of_parts), jax.tree.map(_merge_parts, aux))
 
 
@@ -124,42 +119,39 @@ def _merge_parts(x: jax.Array) -> jax.Array:
     return of_halves(jnp.sum(halves(x), 0, x.dtype), x.dtype)
 
 
-def reduce_results(
-    values: Any, kinds: Sequence[Kind], axis: Axes
-) -> tuple[dict[int, jax.Array], dict[int, jax.Array], Static]:
-    """Results of a loss by place: arrays over the workers, numbers on which they agree; and their tree.
-
-    Floating and complex numbers are averaged over the workers, whole ones added, in an all-reduce for each.
-    """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(values)
-    arrays, means, counts = {}, {}, {}
-    for i, ((path, x), kind) in enumerate(zip(leaves, kinds, strict=True)):
-        if isinstance(x, str):
-            raise TypeError(_NO_NUMBER.format(jax.tree_util.keystr(path), "text"))
-        x = jnp.asarray(x)
-        if kind is not Kind.SHARED:
-            arrays[i] = x[None] if kind is Kind.PER_WORKER else x
-        elif jnp.issubdtype(x.dtype, jnp.inexact):
-            means[i] = x
-        elif is_key(x):
-            raise TypeError(_NO_NUMBER.format(jax.tree_util.keystr(path), x.dtype))
-        else:
-            counts[i] = as_count(x)
-    numbers = wires.mean_over_workers(means, axis) | wires.sum_over_workers(counts, axis)
-    return arrays, numbers, Static(structure)
-
-
 def as_count(x: jax.Array) -> jax.Array:
     """A number, or a bool as one, to be added: in 32 bits at least."""
     wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.int32
     return x if x.dtype.itemsize >= 4 else x.astype(wide)
 
 
-def join_results(
-    arrays: dict[int, jax.Array], numbers: dict[int, jax.Array], structure: Static
-) -> Any:
-    """Undoes `reduce_results`."""
-    return jax.tree.unflatten(structure.value, jax.tree.leaves(arrays | numbers))  # sorted by place
+def metrics_of_all(loss: jax.Array, aux: Any, workers: Workers) -> dict[str, Any]:
+    """The loss and what is in ``aux``, by name: numbers of all workers, and each worker's arrays.
+
+    Floating and complex numbers are averaged over the workers, whole ones added, in an all-reduce for each.
+    """
+    named = aux if isinstance(aux, dict) else {"aux": aux}
+    if "loss" in named:
+        raise ValueError("the aux dict has a key 'loss', which is taken; give it another name")
+    tree: Any
+    leaves, tree = jax.tree_util.tree_flatten_with_path({"loss": loss, **named})
+    found, means, counts = dict[int, Any](), dict[int, jax.Array](), dict[int, jax.Array]()
+    for i, (path, x) in enumerate(leaves):
+        if isinstance(x, str) or (is_key(x) and not jnp.ndim(x)):
+            raise TypeError(
+                f"the loss returns {jax.tree_util.keystr(path)}, {getattr(x, 'dtype', 'text')}: what it "
+                "returns beside the loss is averaged, added or stacked over the workers; give numbers"
+            )
+        x = jnp.asarray(x)
+        if x.ndim:
+            found[i] = Own(x)
+        elif jnp.issubdtype(x.dtype, jnp.inexact):
+            means[i] = x
+        else:
+            counts[i] = as_count(x)
+    found |= wires.mean_over_workers(means, workers.axes)
+    found |= wires.sum_over_workers(counts, workers.axes)
+    return tree.unflatten([found[i] for i in range(len(leaves))])  # type: ignore[no-any-return]
 
 
 # --- The optimizer of local steps, and its state
