@@ -27,6 +27,7 @@ workers = lc.Workers.one_per_device()
 class TrainState(train_state.TrainState):
     batch_stats: Any
     ema: Any
+    key: jax.Array
 
 
 class CNN(nn.Module):
@@ -63,26 +64,25 @@ def accuracy(variables, batch):
 
 def build(seed, schedule):
     """The first state and the step."""
-    variables = model.init(jax.random.key(seed), np.zeros((1, 8, 8, 1), np.float32), train=False)
-    variables = lc.training.place(variables, workers)
+    key = jax.random.key(seed)
+    variables = model.init(key, np.zeros((1, 8, 8, 1), np.float32), train=False)
     tx = optax.chain(
         optax.clip_by_global_norm(1.0),
         lc.owner_adamw(schedule, weight_decay=1e-2, workers=workers),
     )
-    tx = lc.on_mesh(tx, workers)
-    state = TrainState.create(apply_fn=model.apply, tx=tx, ema=variables["params"], **variables)
+    more = {"ema": variables["params"], "key": key}
+    state = TrainState.create(apply_fn=model.apply, tx=tx, **variables, **more)
 
     @jax.jit
     def train_step(state, batch):
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
-        own, split = lc.Kind.PER_WORKER, lc.Kind.SPLIT
-        kinds = {"in_kinds": (own, split, None), "aux_kinds": (own, None)}
-        grad_fn = lc.worker_value_and_grad(loss_fn, workers, has_aux=True, **kinds)
+        key = jax.random.fold_in(state.key, state.step)
+        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
         (loss, (batch_stats, hits)), grads = grad_fn(state.params, state.batch_stats, batch, key)
         state = state.apply_gradients(grads=grads, batch_stats=batch_stats)
         state = state.replace(ema=optax.incremental_update(state.params, state.ema, 0.1))
         return state, {"loss": loss, "accuracy": hits}
 
+    train_step = lc.map_step(train_step, workers)
     return state, train_step
 
 
@@ -102,8 +102,7 @@ def train(folder, epochs, seed):
         for rows in rng.permutation(trained_on)[: steps * BATCH].reshape(steps, BATCH):
             state, metrics = train_step(state, [x[rows] for x in data])
 
-        stats = lc.training.mean_model_state(state.batch_stats)
-        evaluated = {"params": state.ema, "batch_stats": stats}
+        evaluated = {"params": state.ema, "batch_stats": state.batch_stats}
         metrics["held_out"] = accuracy(evaluated, [x[held_out] for x in data])
 
         row = {"epoch": epoch, **{name: round(float(x), 4) for name, x in metrics.items()}}

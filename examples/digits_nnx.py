@@ -50,22 +50,21 @@ evaluate = nnx.jit(loss_fn)
 def build(seed, schedule):
     """The model, its optimizer, and the step."""
     model = CNN(nnx.Rngs(seed))
-    lc.training.place(model, workers)
     tx = optax.chain(
         optax.clip_by_global_norm(1.0),
         lc.owner_adamw(schedule, weight_decay=1e-2, workers=workers),
     )
-    tx = lc.on_mesh(tx, workers)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     @nnx.jit
     def train_step(model, optimizer, ema, batch):
-        grad_fn = lc.worker_value_and_grad(loss_fn, workers, has_aux=True)
+        grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)
         (loss, hits), grads = grad_fn(model, batch)
         optimizer.update(model, grads)
         ema = optax.incremental_update(nnx.state(model, nnx.Param), ema, 0.1)
         return ema, {"loss": loss, "accuracy": hits}
 
+    train_step = lc.map_step(train_step, workers)
     return model, optimizer, train_step
 
 
@@ -87,7 +86,9 @@ def train(folder, epochs, seed):
         for rows in rng.permutation(trained_on)[: steps * BATCH].reshape(steps, BATCH):
             ema, metrics = train_step(model, optimizer, ema, [x[rows] for x in data])
 
-        evaluated = lc.training.for_evaluation(model, workers, ema)
+        evaluated = nnx.clone(model)
+        nnx.update(evaluated, ema)
+        evaluated.eval()
         _, metrics["held_out"] = evaluate(evaluated, [x[held_out] for x in data])
 
         row = {"epoch": epoch, **{name: round(float(x), 4) for name, x in metrics.items()}}

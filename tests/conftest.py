@@ -1,7 +1,6 @@
 """Eight CPU devices for every test, a quick compiler, and one way to run a transform on some workers."""
 
 import contextlib
-import functools
 import gc
 import math
 import os
@@ -144,26 +143,52 @@ def blank(grads):
     return jax.tree.map(lambda g: jnp.zeros(g.shape[2:], g.dtype), grads)
 
 
+def update_of(tx, workers):
+    """``(grads, state, params, **extra) -> (updates, state)`` of gradients ``[workers, ...]``."""
+
+    def update(grads, state, params, extra):
+        return tx.update(jax.tree.map(lambda g: g[0], grads), state, params, **extra)
+
+    mapped = lc.map_step(update, workers, rows="grads")
+
+    def call(grads, state, params, **extra):
+        return mapped(grads, state, params, extra)
+
+    call.lower = lambda grads, state, params, **extra: mapped.lower(grads, state, params, extra)
+    return call
+
+
 def run_on_mesh(txs, workers, specs, grads, abstain=None):
-    """Updates ``[steps, ...]`` and the last state of some transforms by `on_mesh`, in one program.
+    """Updates ``[steps, ...]`` and the last state of some transforms, mapped over the workers.
 
     Gradients are ``[steps, devices of workers, ...]``, and so is who abstains; parameters are zeros.
     """
-    txs = {name: lc.on_mesh(tx, workers, specs=specs) for name, tx in txs.items()}
     abstain = nobody(grads) if abstain is None else abstain
-    rows = {name: P(None, workers.axes, *spec) for name, spec in specs.items()}
-    lies = workers.shardings((specs, rows, P(None, workers.axes)))
+    params = jax.device_put(blank(grads), workers.shardings(specs))
 
-    @jax.jit
-    def run(params, grads, abstain):
-        states = {name: tx.init(params) for name, tx in txs.items()}
-        done = scanned(txs, states, params, grads, abstain)
-        last = functools.partial(jax.lax.index_in_dim, index=-1, keepdims=False)
-        return {
-            name: (updates, jax.tree.map(last, state)) for name, (updates, state) in done.items()
-        }
+    def update(params, each, states, grads, abstain):
+        grads, abstain = jax.tree.map(lambda x: x[0], (grads, abstain))
+        done = {n: tx.update(grads, states[n], params, abstain=abstain) for n, tx in txs.items()}
+        return {n: u for n, (u, _) in done.items()}, {n: state for n, (_, state) in done.items()}
 
-    return run(*jax.device_put((blank(grads), grads, abstain), lies))
+    step = lc.map_step(update, workers, rows=("grads", "abstain"))
+    each = dict.fromkeys(txs, params)  # so that updates lie as parameters do
+    states, updates = {name: tx.init(params) for name, tx in txs.items()}, []
+    for i, who in enumerate(abstain):
+        now, states = step(params, each, states, jax.tree.map(lambda g, i=i: g[i], grads), who)
+        updates.append(now)
+    return {name: (stacked([x[name] for x in updates]), states[name]) for name in txs}
+
+
+def stacked(trees):
+    """Trees of arrays as one, which lies as they do."""
+
+    def stack(*arrays):
+        lie = arrays[0].sharding
+        lie = jax.sharding.NamedSharding(lie.mesh, P(None, *lie.spec))
+        return jax.jit(lambda *x: jnp.stack(x), out_shardings=lie)(*arrays)
+
+    return jax.tree.map(stack, *trees)
 
 
 @pytest.fixture(scope="session")

@@ -238,7 +238,6 @@ def test_what_a_loop_sends_is_sent_at_each_turn():
         (asked(optax.stateless(shifted)), ValueError, "a ppermute over .'data',.: nobody knows here"),
         (asked(optax.stateless(until)), ValueError, "sends inside of a while loop: nobody knows"),
         (asked("lion_cub"), TypeError, "tx='lion_cub' is not a GradientTransformation"),
-        (asked(lc.on_mesh(VOTE, CUT), CUT), ValueError, "init is called for one .* audit.of give tx"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_counted_is_refused(ask, error, message):

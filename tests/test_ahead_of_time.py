@@ -110,20 +110,15 @@ mesh = jax.sharding.Mesh(np.array(devices), ("data",), axis_types=(jax.sharding.
 workers = lc.Workers(mesh, "data")
 tx = lc.lion_cub(1e-4, workers=workers)
 params = {"w": jax.ShapeDtypeStruct((256, 1024), jnp.float32)}
-on = lc.on_mesh(tx, workers)
-lie = jax.P(), on.specs(params)
 
 def step(params, state, grads):
     if dtype != "none":
-        mean = jax.lax.pmean(grads.astype(dtype), "data").astype(jnp.float32)
-        grads += jax.lax.pcast(mean, "data", to="varying")
-    return tx.update({"w": grads[0]}, jax.tree.map(lambda x, s: x[0] if s else x, state, lie[1]), params)[0]
+        grads += jax.lax.pmean(grads.astype(dtype), "data").astype(jnp.float32)
+    return tx.update({"w": grads[0]}, state, params)
 
-args = params, lc.training.abstract_state(tx, params, workers).opt_state, jax.ShapeDtypeStruct(
-    (8 * slices, 256, 1024), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("data"))
-)
-step = jax.shard_map(step, mesh=mesh, in_specs=(*lie, jax.P("data")), out_specs=jax.P())
-compiled = jax.jit(step).lower(*args).compile()
+state = lc.training.abstract_state(tx, params, workers).opt_state
+grads = jax.ShapeDtypeStruct((8 * slices, 256, 1024), jnp.float32)
+compiled = lc.map_step(step, workers).lower(params, state, grads).compile()
 sent = sum(x.sent_bytes for x in lc.audit.collectives(compiled, mesh))
 try:
     print(lc.check_votes(compiled))

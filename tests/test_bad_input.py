@@ -375,12 +375,9 @@ def test_a_call_that_says_too_little_or_too_much(call, error, words):
 def test_a_module_with_functions_among_its_leaves():
     """As those of equinox have."""
     tx, module = cub(workers=FOUR), {"relu": jax.nn.relu, "w": jnp.ones(3)}
-    on_mesh = lc.on_mesh(tx, FOUR)
     for call in (
         lambda: lc.init_state(tx, module, FOUR),
-        lambda: on_mesh.init(module),
-        lambda: on_mesh.update(module, (), module),
-        lambda: lc.worker_value_and_grad(len, FOUR)(module, jnp.ones(4)),
+        lambda: tx.init(module),
         lambda: cub(workers=None).init(module),
         lambda: lc.audit.of(votes, module, FOUR),
     ):

@@ -52,14 +52,9 @@ def linen_params():
     return Linen().init(jax.random.key(0), BATCH[:1])["params"]
 
 
-def linen_tx(workers, make=lc.lion_cub, specs=True):
-    specs = lc.mesh.specs_of(linen_params()) if specs else None
-    return lc.on_mesh(make(0.1, workers=workers), workers, specs=specs)
-
-
-def linen_state(workers, make=lc.lion_cub, boxed=True):
+def linen_state(workers, make=lc.lion_cub):
     """A state as trainers make it: made by a compiled program, where its boxes say; and how it lies."""
-    model, tx = Linen(boxed), linen_tx(workers, make)
+    model, tx = Linen(), make(0.1, workers=workers)
 
     def create(key):
         params = model.init(key, BATCH[:1])["params"]
@@ -69,29 +64,32 @@ def linen_state(workers, make=lc.lion_cub, boxed=True):
     return jax.jit(create, out_shardings=lies)(jax.random.key(0)), lies
 
 
-def linen_steps(workers, state, lies=None):
-    specs = lc.mesh.specs_of(linen_params())
+def bare_state(workers, make):
+    params = nn.unbox(linen_params())
+    lies = workers.shardings(lc.mesh.specs_of(linen_params()))
+    given = {"params": jax.device_put(params, lies), "tx": make(0.1, workers=workers)}
+    return TrainState.create(apply_fn=Linen(False).apply, **given)
 
-    @functools.partial(jax.jit, out_shardings=lies)
-    def step(state):
-        def loss(params, batch):
+
+def linen_steps(workers, state):
+    def step(state, batch):
+        def loss(params):
             return square(state.apply_fn({"params": params}, batch))
 
-        grads = lc.worker_value_and_grad(loss, workers, specs=specs)(state.params, BATCH)[1]
-        return state.apply_gradients(grads=grads)
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
 
+    mapped = lc.map_step(step, workers)
     for _ in range(3):
-        state = step(state)
-    assert step._cache_size() <= 2  # the first step counts in Python
+        state = mapped(state, BATCH)
     return state
 
 
 def test_boxed_linen_parameters_train_as_bare_ones_and_momentum_says_how_it_lies():
     workers = workers_of()
     with jax.set_mesh(workers.mesh):
-        state, lies = linen_state(workers, OWNER)
-        found = linen_steps(workers, state, lies)
-    bare = linen_steps(workers, linen_state(workers, OWNER, boxed=False)[0])
+        state, _ = linen_state(workers, OWNER)
+        found = linen_steps(workers, state)
+    bare = linen_steps(workers, bare_state(workers, OWNER))
     assert jax.tree.structure(found.opt_state) == jax.tree.structure(state.opt_state)
     for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(bare), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
@@ -99,18 +97,16 @@ def test_boxed_linen_parameters_train_as_bare_ones_and_momentum_says_how_it_lies
 
 
 def test_the_names_of_boxes_have_the_workers_in_front():
-    made = jax.jit(linen_tx(workers_of(), specs=False).init)(linen_params())  # boxes say how
-    specs = nn.get_partition_spec(made)[0]
+    def momentum(workers):
+        tx = lc.lion_cub(0.1, workers=workers)
+        return nn.get_partition_spec(jax.jit(tx.init)(linen_params()))[0]  # boxes say how
+
+    specs = momentum(workers_of())
     assert specs.count == specs.votes.ties == P()
     assert specs.mu["Dense_0"] == {"kernel": P("data", None, "fsdp"), "bias": P("data")}
     assert specs.mu["Dense_1"] == {"kernel": P("data", "fsdp", None), "bias": P("data")}
     several = workers_of("pod=2 data=2 fsdp=2", ("pod", "data"))
-    specs = nn.get_partition_spec(linen_tx(several).init(linen_params()))[0]
-    assert specs.mu["Dense_0"]["kernel"] == P(("pod", "data"), None, "fsdp")
-    tx = linen_tx(workers_of(), OWNER)
-    wanted = tx.shardings(jax.eval_shape(linen_params))
-    found = jax.jit(tx.init, out_shardings=wanted)(linen_params())
-    assert P("data", None, "fsdp") in {x.sharding.spec for x in jax.tree.leaves(found)}
+    assert momentum(several).mu["Dense_0"]["kernel"] == P(("pod", "data"), None, "fsdp")
 
 
 def test_a_boxed_state_is_saved_and_moves_to_other_workers(tmp_path):
@@ -148,7 +144,7 @@ def test_where_axes_are_explicit_types_say_how_parameters_of_nnx_are_cut():
     workers = workers_of(kind=AxisType.Explicit)
     with jax.set_mesh(workers.mesh):
         bare = nnx.as_pure(nnx.state(Model(), nnx.Param))  # so nnx.Optimizer gives them to update
-        made = jax.jit(lc.on_mesh(lc.lion_cub(0.1, workers=workers), workers).init)(bare)
+        made = jax.jit(lc.lion_cub(0.1, workers=workers).init)(bare)
     assert made[0].mu["a"]["kernel"].sharding.spec == P("data", None, "fsdp")
 
 
@@ -160,9 +156,7 @@ def test_an_nnx_optimizer_says_how_momentum_lies():
         kept = {"optimizer_sharding": ("fsdp", None), "sharding_names": (None, "fsdp")}
         kernel = model.a.kernel
         model.a.kernel = nnx.Param.from_metadata(kernel[...], {**kernel.get_metadata(), **kept})
-        specs = lc.mesh.specs_of(nnx.state(model, nnx.Param))
-        tx = lc.on_mesh(lc.lion_cub(0.1, workers=workers), workers, specs=specs)
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        optimizer = nnx.Optimizer(model, lc.lion_cub(0.1, workers=workers), wrt=nnx.Param)
     assert "sharding_names" not in optimizer.opt_state[0].mu["a"]["kernel"].get_metadata()
     specs = nnx.get_partition_spec(nnx.state(optimizer))["opt_state"][0]
     specs = jax.tree.map(lambda x: jax.tree.leaves(x)[0], specs, is_leaf=is_box)
@@ -172,24 +166,22 @@ def test_an_nnx_optimizer_says_how_momentum_lies():
     assert specs["mu"]["b"] == {"kernel": P("data"), "bias": P("data")}
 
 
-def test_labels_by_a_function_go_inside_on_mesh_as_in_plain_optax():
+def test_labels_by_a_function_are_those_of_plain_optax():
     """Of nnx: labels of its variables at first, and of arrays in updates; what is frozen stays."""
-    workers = workers_of("data=8")
-    with jax.set_mesh(workers.mesh):
-        model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
-        lc.training.place(model, workers)
+    workers, model = workers_of("data=8"), nnx.Linear(4, 2, rngs=nnx.Rngs(0))
 
-        def labels(params):
-            return jax.tree.map(lambda x: "train" if x.ndim > 1 else "frozen", params)
+    def labels(params):
+        return jax.tree.map(lambda x: "train" if x.ndim > 1 else "frozen", params)
 
-        tx = optax.partition(
-            {"train": lc.owner_adamw(0.1, workers=workers), "frozen": optax.set_to_zero()}, labels
-        )
-        optimizer = nnx.Optimizer(model, lc.on_mesh(tx, workers), wrt=nnx.Param)
-        before = jax.tree.map(jnp.array, nnx.state(model, nnx.Param))
-        grads = jax.tree.map(lambda x: jnp.ones((workers.count, *x.shape)), before)
-        nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads))(
-            model, optimizer, grads
-        )
+    tx = optax.partition(
+        {"train": lc.owner_adamw(0.1, workers=workers), "frozen": optax.set_to_zero()}, labels
+    )
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    before = jax.tree.map(jnp.array, nnx.state(model, nnx.Param))
+
+    def step(model, optimizer, batch):
+        optimizer.update(model, nnx.grad(lambda model: square(model(batch)))(model))
+
+    lc.map_step(step, workers)(model, optimizer, BATCH)
     moved = jax.tree.map(lambda x, y: bool((x != y).any()), before, nnx.state(model, nnx.Param))
     assert nnx.to_pure_dict(moved) == {"kernel": True, "bias": False}

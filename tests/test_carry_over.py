@@ -72,8 +72,7 @@ def test_the_optimizer_of_nnx_gets_the_moments_of_the_one_before():
     old = nnx.Optimizer(model, optax.adamw(RATE), wrt=nnx.Param)
     old.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
     adam = optax.tree.get(old.opt_state, "ScaleByAdamState")
-    lc.training.place(model, workers)
-    tx = lc.on_mesh(lc.lion_cub(RATE, workers=workers), workers)
+    tx = lc.lion_cub(RATE, workers=workers)
     state = {
         "params": nnx.state(model, nnx.Param),
         "optimizer": nnx.Optimizer(model, tx, wrt=nnx.Param),
@@ -127,7 +126,7 @@ def test_moments_of_some_parameters_alone_are_refused(lacks):
 
 def test_a_state_without_parameters_is_refused():
     workers = lc.Workers.one_per_device()
-    tx = lc.on_mesh(lc.owner_adamw(RATE, workers=workers), workers)
+    tx = lc.owner_adamw(RATE, workers=workers)
     words = r'no mu.b.*the parameters in it.*"params": params'
     with pytest.raises(ValueError, match=words):
         lc.checkpoint.carry_over((PARAMS, tx.init(PARAMS)), workers, mu=PARAMS)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import assert_same, mesh_on, normal, workers_on
+from conftest import assert_same, mesh_on, normal, update_of, workers_on
 from flax import nnx
 from flax.training.train_state import TrainState as FlaxState
 from jax.sharding import NamedSharding
@@ -69,7 +69,7 @@ KINDS = {
 def numbered(optimizer, count, cut=1, by=1):
     """Parameters and an optimizer's state; no two numbers of an array are the same, unless by 0."""
     workers, specs = workers_of(count, cut), {"w": P("fsdp"), "b": P()}
-    tx = lc.on_mesh(optimizer(0.1, workers=workers), workers, specs=specs)
+    tx = optimizer(0.1, workers=workers)
     params = jax.tree.map(jax.device_put, PARAMS, workers.shardings(specs))
 
     def number(x):
@@ -115,10 +115,7 @@ class Normed(nnx.Linear):
 
 def nnx_trainer(count, optimizer=lc.owner_lion):
     workers, model = workers_of(count), Normed(nnx.Rngs(0))
-    lc.training.place(model, workers)
-    specs = lc.mesh.specs_of(nnx.state(model, nnx.Param))
-    tx = lc.on_mesh(optimizer(0.1, workers=workers), workers, specs=specs)
-    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+    return model, nnx.Optimizer(model, optimizer(0.1, workers=workers), wrt=nnx.Param)
 
 
 def whole_of(model, opt):
@@ -154,15 +151,18 @@ def test_frozen_layers_of_an_nnx_module_move_to_other_workers_as_those_of_a_tree
     def trained(count, by):
         """An nnx optimizer and the state of a plain tree, both after a step with these gradients."""
         model, workers = Normed(nnx.Rngs(0)), workers_of(count)
-        lc.training.place(model, workers)
         params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        tx = lc.on_mesh(partly(0.1, workers=workers), workers)
+        tx = partly(0.1, workers=workers)
         opt = nnx.Optimizer(model, tx, wrt=nnx.Param)
         grads = jax.tree.map(lambda p: by * numbers(count, *p.shape), params)
-        state = nnx.state(model, nnx.Param)
-        nnx.replace_by_pure_dict(state, grads)
-        opt.update(model, state)
-        updates, opt_state = jax.jit(tx.update)(grads, tx.init(params), params)
+
+        def update(model, opt, grads):
+            state = nnx.state(model, nnx.Param)
+            nnx.replace_by_pure_dict(state, jax.tree.map(lambda g: g[0], grads))
+            opt.update(model, state)
+
+        lc.map_step(update, workers)(model, opt, grads)
+        updates, opt_state = update_of(tx, workers)(grads, tx.init(params), params)
         tree = {"params": optax.apply_updates(params, updates), "opt_state": opt_state, "step": 1}
         return whole_of(model, opt), tree
 

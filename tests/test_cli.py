@@ -34,11 +34,11 @@ def needs(width):
 
 def lowered():
     mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    tx = lc.communicate(workers="data", momentum=lc.momentum.nothing())
+    workers = lc.Workers(mesh, "data")
+    tx = lc.communicate(workers=workers, momentum=lc.momentum.nothing())
     params = {"w": jnp.ones((130, 65))}
-    tx = lc.on_mesh(tx, lc.Workers(mesh, "data"), specs={"w": jax.P()})
-    grads = {"w": jnp.ones((4, 130, 65))}
-    return jax.jit(tx.update).lower(grads, tx.init(params), params), mesh
+    update = lambda params, state, rows: tx.update({"w": rows[0]}, state, params)
+    return lc.map_step(update, workers).lower(params, tx.init(params), jnp.ones((4, 130, 65))), mesh
 
 def compiled():
     program, mesh = lowered()

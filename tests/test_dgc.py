@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import AXIS, blank, workers_on
+from conftest import blank, update_of, workers_on
 from jax.sharding import PartitionSpec as P
 from oracle import dgc as oracle
 from test_against_reference import nobody_abstains, simulate
@@ -46,11 +46,10 @@ WARM = {"density": 0.01, "warmup": 6}
 
 def test_each_stage_of_a_warm_up_has_an_all_gather_of_its_own():
     workers = workers_on("data=8")
-    tx = dgc(0.1, **WARM, workers=AXIS)
-    on = lc.on_mesh(tx, workers)
+    tx = dgc(0.1, **WARM, workers=workers)
     params = {"a": jnp.zeros((7, 19)), "b": jnp.zeros(65), "empty": jnp.zeros((0, 4))}
     grads = {n: jax.ShapeDtypeStruct((8, *p.shape), p.dtype) for n, p in params.items()}
-    run = jax.jit(on.update).lower(grads, jax.eval_shape(on.init, params), params).compile()
+    run = update_of(tx, workers).lower(grads, tx.init(params), params).compile()
     found = lc.audit.collectives(run, workers.mesh)
     assert all(one.gated and one.op == "all-gather" for one in found)
     assert [one.sent_bytes for one in found] == [*lc.audit.of(tx, params, workers).stages]
@@ -59,18 +58,19 @@ def test_each_stage_of_a_warm_up_has_an_all_gather_of_its_own():
 # --- Leaves that int32 does not count
 
 
-def traced(tx, size, cut=1):
+def traced(make, size, cut=1):
     """The update of one leaf, by shape only."""
     workers = workers_on(f"data=2 tensor={cut}")
-    on = lc.on_mesh(tx, workers, specs={"w": P("tensor") if cut == 2 else P()})
-    params = {"w": jax.ShapeDtypeStruct((size,), jnp.float32)}
+    tx, lies = make(1.0, workers=workers), workers.shardings(P("tensor" if cut == 2 else None))
+    params = {"w": jax.ShapeDtypeStruct((size,), jnp.float32, sharding=lies)}
     grads = {"w": jax.ShapeDtypeStruct((2, size), jnp.float32)}
-    return jax.eval_shape(on.update, grads, jax.eval_shape(on.init, params), params)[0]["w"]
+    state = lc.training.abstract_state(tx, params, workers).opt_state
+    return update_of(tx, workers).lower(grads, state, params).out_info[0]
 
 
 def test_leaves_that_no_index_reaches_are_refused():
     with refused("shape (2147483648,)", "fewer than 2**31", "inner mesh axes"):
-        traced(dgc(1.0, workers=AXIS), 2**31)
-    assert traced(dgc(1.0, workers=AXIS), 2**31, 2).shape == (2**31,)
+        traced(dgc, 2**31)
+    assert traced(dgc, 2**31, 2).shape == (2**31,)
     # One that counts the elements of a whole leaf.
-    assert traced(baselines.terngrad(1.0, workers=AXIS), 2**32, 2).shape == (2**32,)
+    assert traced(baselines.terngrad, 2**32, 2).shape == (2**32,)

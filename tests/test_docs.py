@@ -89,24 +89,12 @@ def test_the_reference_shows_methods_that_exist_and_every_one_of_checkpoints():
     assert shown["Checkpoints"] == {name for name in vars(lc.Checkpoints) if name[0] != "_"}
 
 
-def test_pages_name_kinds_that_exist():
-    for page in PAGES:
-        text = page.read_text() if page.name != "CHANGELOG.md" else ""
-        assert set(re.findall(r"\bKind\.(\w+)", text)) <= set(lc.Kind.__members__), page
-        assert not re.search(r"`(?:batch|same|own|folded)` \(|kind `[a-z]+`", text), page
-
-
-def test_the_page_on_switching_gives_the_rate_of_the_table_and_trainers_say_what_a_norm_is():
-    rate = re.search(r"`owner_adamw\(.*?\)` \|.*\| ([\d.]+) \| 1 \|", read("choose"))[1]
-    assert f"For `owner_adamw` begin with {rate} times the rate" in read("switch").replace(
-        "\n", " "
+def test_the_page_on_checkpoints_gives_the_rate_of_the_table():
+    choose, checkpoints = (
+        (ROOT / f"docs/how_to/{name}.md").read_text() for name in ("choose", "checkpoints")
     )
-    nnx = read("trainer").partition("## A CNN in nnx")[2].partition("\n## ")[0]
-    assert "jax.vmap(optax.global_norm)(grads)" in nnx
-
-
-def read(how_to):
-    return (ROOT / f"docs/how_to/{how_to}.md").read_text()
+    rate = re.search(r"`owner_adamw\(.*?\)` \|.*\| ([\d.]+) \| 1 \|", choose)[1]
+    assert f"Of `owner_adamw` begin with {rate} times the rate" in checkpoints.replace("\n", " ")
 
 
 def lacking(name, thing):

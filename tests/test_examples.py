@@ -71,7 +71,8 @@ if devices > 1:
     batch = np.zeros((BATCH, 8, 8, 1), np.float32), np.zeros(BATCH, np.int32)
     compiled = step.lower(*state, batch).compile()
     found = lc.audit.collectives(getattr(compiled, "compiled", compiled), workers.mesh)
-    sent = [(one.operands[0].dtype, one.sent_bytes) for one in found if one.payload_bytes > 8]
+    found = [one for one in found if one.payload_bytes > 8]
+    sent = [(one.operands[0].dtype, one.payload_bytes, one.sent_bytes) for one in found]
 rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 print(json.dumps({"best": best, "sent": sent, "last": rows[-1]}))
 """
@@ -87,7 +88,7 @@ def digits(source, folder, epochs, seeds, devices):
 
 
 @pytest.mark.parametrize(("epochs", "seeds"), [(6, 1), pytest.param(20, 3, marks=pytest.mark.long)])
-@pytest.mark.parametrize(("name", "lines"), [("digits_nnx", (7, 5)), ("digits_linen", (9, 3))])
+@pytest.mark.parametrize(("name", "lines"), [("digits_nnx", (4, 1)), ("digits_linen", (4, 1))])
 def test_a_cnn_by_votes_is_as_good_as_by_plain_optax_on_one_device(
     name, lines, epochs, seeds, tmp_path
 ):
@@ -106,9 +107,11 @@ def test_a_cnn_by_votes_is_as_good_as_by_plain_optax_on_one_device(
         # One of 360 digits is 0.003; seeds differ by 0.01.
         assert np.mean(votes["best"]) > np.mean(alone["best"]) - 0.02
     assert min(votes["best"]) > 0.9 and 0 < votes["last"]["loss"] < 1
-    assert {dtype for dtype, _ in votes["sent"]} == {"u32"}
+    statistics = 4 * 2 * (16 + 32)  # bytes, in the all-reduce of the numbers of the metrics
+    [floats] = [size for dtype, size, _ in votes["sent"] if dtype != "u32"]
+    assert statistics < floats <= statistics + 16
     float32 = lc.audit.float32_all_reduce_bytes(6186, 4)
-    assert 0 < sum(sent for _, sent in votes["sent"]) < float32 / 6
+    assert floats < sum(sent for *_, sent in votes["sent"]) < float32 / 6
     saved = flax.serialization.msgpack_restore((tmp_path / "votes/best.msgpack").read_bytes())
     means = [x.shape for path, x in jax.tree.leaves_with_path(saved) if path[-1].key == "mean"]
     assert sorted(means) == [(16,), (32,)]  # of all workers

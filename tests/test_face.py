@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import absent, assert_same, mesh_on, on_both_kinds, workers_on
+from conftest import absent, assert_same, mesh_on, on_both_kinds, update_of, workers_on
 from flax import nnx, serialization
 from flax.core import FrozenDict
 from jax.sharding import AxisType, NamedSharding
@@ -41,29 +41,6 @@ def first(tx, workers=None, params=PARAMS, **options):
 def run(tx, workers=None, loss=loss):
     workers = workers or four()
     return lc.make_train_step(loss, tx, workers)(first(tx, workers), ONES)
-
-
-def on_mesh_update(grads, tx=None, state=None, **extra):
-    tx = lc.on_mesh(tx or cub(), four())
-    return tx.update(grads, tx.init(PARAMS) if state is None else state, PARAMS, **extra)
-
-
-def in_shard_map(of):
-    """An update without types, of a transform made of the one on the mesh, which makes the state."""
-    tx = lc.on_mesh(cub(), four())
-    state, specs = tx.init(PARAMS), tx.specs(PARAMS)
-
-    def update(batch, state, params):
-        grads = lc.local_value_and_grad(loss, workers="data")(params, batch)[1]
-        return of(tx).update(grads, state, params)
-
-    return jax.shard_map(
-        update,
-        mesh=four().mesh,
-        check_vma=False,
-        in_specs=(P("data"), specs, P()),
-        out_specs=(P(), specs),
-    )(ONES, state, jax.tree.map(jnp.asarray, PARAMS))
 
 
 def grads_for(count):
@@ -101,20 +78,8 @@ class Sows(nnx.Module):
         return jnp.mean(self.norm(x) ** 2)
 
 
-def of_module(evaluate):
-    run, params, rest = lc.from_nnx(Sows(), Sows.__call__)
-    if not evaluate:
-        return of_loss(run, params, rest)
-    state = first(cub(), params=params, model_state=rest)
-    return run(state.params, state.model_state, ONES, None)
-
-
-def of_other_axes():
-    """An update of gradients by the workers of a mesh of the same devices, with another name."""
-    workers = lc.Workers(jax.make_mesh((4,), ("batch",), devices=jax.devices()[:4]), "batch")
-    params = jax.device_put(PARAMS, workers.shardings(P()))
-    grad_fn = lc.worker_value_and_grad(loss, workers)
-    jax.jit(lambda params: on_mesh_update(grad_fn(params, ONES)[1]))(params)
+def of_module():
+    return of_loss(*lc.from_nnx(Sows(), Sows.__call__))
 
 
 def closes_over(kind):
@@ -158,19 +123,11 @@ REFUSED = {
         r"params is a module, Linear.*the parameters are nnx.state\(model, nnx.Param\)",
     ),
     "what sow keeps": (
-        lambda: of_module(False), ValueError, r"model_state\['seen'\].* was nothing.*nnx.Intermediate",
-    ),
-    "an evaluation of all workers": (
-        lambda: of_module(True), ValueError,
-        r"shape \(4, 3\), an entry for each.*\(3,\).*mean_model_state",
+        of_module, ValueError, r"model_state\['seen'\].* was nothing.*nnx.Intermediate",
     ),
     "a state on another mesh": (
         lambda: of_loss(loss, workers=ELSEWHERE), ValueError,
         r"state\.step is on a mesh of devices \[0, 1, 2, 3\].*on one of \[4, 5, 6, 7\].*device_put",
-    ),
-    "parameters on another mesh": (
-        lambda: lc.worker_value_and_grad(loss, ELSEWHERE)(first(cub()).params, ONES), ValueError,
-        "params.* is on a mesh of devices",
     ),
     "a step in scan": (
         lambda: jax.lax.scan(lc.make_train_step(loss, cub(), four()), first(cub()), ONES[None]),
@@ -194,15 +151,6 @@ REFUSED = {
     # Workers
     "a mesh without devices": (
         lambda: first(cub(), absent(4)), ValueError, "is an AbstractMesh, without devices.*abstract_state",
-    ),
-    "nothing on Explicit axes": (
-        lambda: lc.worker_value_and_grad(loss, workers_on("data=4", kind=AxisType.Explicit))(
-            PARAMS, ONES
-        ), ValueError, "neither parameters nor rows lie on the mesh.*Explicit: params = jax.device_put",
-    ),
-    "a mask around on_mesh": (
-        lambda: optax.masked(lc.on_mesh(cub(), four()), {"w": True, "b": False}).init(PARAMS), ValueError,
-        r"on_mesh is inside of optax.masked .*the leaf \['b'\].*outermost",
     ),
     "no name": (lambda: four(None), ValueError, "axis=None, group=None: the mesh has"),
     "another group": (lambda: four("data", "gpu"), ValueError, "group='gpu': the mesh has axes"),
@@ -233,9 +181,9 @@ REFUSED = {
         ), ValueError, "state is not one of this optimizer.*init_state",
     ),
     "the state of two workers": (
-        lambda: on_mesh_update(
-            grads_for(4), state=lc.on_mesh(cub(), workers_on("data=2")).init(PARAMS)
-        ), ValueError, r"array of shape \(2,.*4 workers have one",
+        lambda: update_of(cub(four()), four())(
+            grads_for(4), cub(workers_on("data=2")).init(PARAMS), PARAMS
+        ), ValueError, r"has shape \(2,.*each worker's own, \[4, ...\]: make the state by init",
     ),
     "a dict as a model": (
         lambda: lc.from_nnx({"w": jnp.ones(3)}, loss), TypeError,
@@ -245,47 +193,6 @@ REFUSED = {
         lambda: lc.make_train_step((loss, {}, ()), cub(), four()), TypeError,
         "the loss is.*model_state.*from_nnx",
     ),
-    "model state without workers": (
-        lambda: lc.training.mean_model_state({"calls": jnp.int32(0)}), ValueError,
-        r"is a number.*leading \[workers\]",
-    ),
-    # Gradients
-    "gradients of nobody": (
-        lambda: on_mesh_update(PARAMS), ValueError,
-        r"\['b'\] has shape \(\).*not \(4,\).*worker_value_and_grad",
-    ),
-    "on_mesh where types say nothing": (
-        lambda: in_shard_map(lambda tx: tx), ValueError,
-        "check_vma=False, or in a pmap.*give jax.shard_map.*check_vma=True.*or call tx.update itself",
-    ),
-    "a state of on_mesh without it": (
-        lambda: in_shard_map(lambda tx: cub()), ValueError,
-        r"shape \(1,\) for \['b'\], and the gradient \(\).*call lioncub_jax.on_mesh\(tx, workers\).update",
-    ),
-    "gradients of some leaves": (
-        lambda: on_mesh_update({"w": grads_for(4)["w"]}), ValueError,
-        r"\['b'\] has shape None, and not \(4,\).*worker_value_and_grad",
-    ),
-    "gradients of two workers": (
-        lambda: on_mesh_update(grads_for(2)), ValueError,
-        r"\['b'\] has shape \(2,\), of 2 workers, and on_mesh was given 4: give one",
-    ),
-    "gradients of an axis of another name": (
-        lambda: of_other_axes(), ValueError,
-        r"grads\['b'\] is on a mesh with axes \('batch',\).*on one with \('data',\): give one",
-    ),
-    "on_mesh twice": (
-        lambda: on_mesh_update(PARAMS, tx=lc.on_mesh(cub(), four())), ValueError,
-        r"call on_mesh once, in a loop of your own. To init_state.*give tx itself",
-    ),
-    "an array of aux of a module": (
-        lambda: lc.worker_value_and_grad(lambda model, x: (0.0, x), four(), has_aux=True)(
-            nnx.Linear(3, 1, rngs=nnx.Rngs(0)), ONES
-        ), ValueError, r"^aux is an array of shape \(2, 3\).*aux_kinds",
-    ),
-    "one flag for all": (
-        lambda: on_mesh_update(grads_for(4), abstain=True), ValueError, r"abstain has shape.*bool\[4\]",
-    ),
 }  # fmt: skip
 
 
@@ -294,42 +201,6 @@ def test_what_is_refused(name):
     build, error, words = REFUSED[name]
     with pytest.raises(error, match=f"(?s){words}"):
         build()
-
-
-def elementwise(params, x):
-    return jnp.mean(x * params["w"])
-
-
-@on_both_kinds
-@pytest.mark.parametrize("model", ["nnx", "dense", "elementwise"])
-def test_an_optimizer_that_is_not_on_the_mesh(model, kind):
-    """On Auto axes JAX tells nothing to an elementwise model, whose parameters grow: a page says so."""
-    workers, loss_fn = workers_on("data=4", kind=kind), loss if model == "dense" else elementwise
-    params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)} if model == "dense" else {"w": jnp.ones(3)}
-    if model == "nnx":
-        params, loss_fn = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), lambda model, x: model(x).mean()
-        lc.training.place(params, workers)
-    else:
-        params = jax.device_put(params, workers.shardings(P()))
-    grad_fn = lc.worker_value_and_grad(loss_fn, workers)
-
-    @nnx.jit
-    def step(params):
-        _, grads = grad_fn(params, ONES)
-        if not isinstance(params, nnx.Module):
-            return optax.apply_updates(params, grads)
-        nnx.update(params, optax.apply_updates(nnx.state(params, nnx.Param), grads))
-        return params
-
-    after = step(params)
-    if kind is AxisType.Explicit:
-        words = r"of shape \(4.*the same on all workers.*not in lioncub_jax.on_mesh\("
-        with pytest.raises(ValueError, match=words):
-            step(after)
-    elif model != "elementwise":
-        with pytest.raises((TypeError, ValueError)) as caught:
-            step(after)
-        assert "every parameter has 4 entries" in " ".join(caught.value.__notes__)
 
 
 @on_both_kinds
@@ -356,10 +227,10 @@ CALLS = {
     "init_state": functools.partial(lc.init_state, cub(), PARAMS),
     "abstract_state": functools.partial(lc.training.abstract_state, cub(), PARAMS),
     "make_train_step": functools.partial(lc.make_train_step, loss, cub()),
-    "on_mesh": functools.partial(lc.on_mesh, cub()),
-    "worker_value_and_grad": functools.partial(lc.worker_value_and_grad, loss),
+    "map_step": functools.partial(lc.map_step, loss),
+    "own": functools.partial(lc.training.own, PARAMS),
+    "mean_over_workers": functools.partial(lc.mean_over_workers, PARAMS),
     "Replicas": lc.audit.Replicas,
-    "overlap_options": lc.training.overlap_options,
 }
 
 
@@ -372,24 +243,6 @@ def test_where_a_mesh_is_needed_only_workers_will_do(call):
 
 
 # --- What comes out
-
-
-@on_both_kinds
-def test_model_state_of_every_dtype_is_averaged_on_every_mesh(kind):
-    workers = workers_on("data=4", kind=kind)
-    numbers = np.array([1, 2, 3, 4])[:, None] * np.ones((4, 2))
-    dtypes = "float8_e5m2", "float16", "bfloat16", "float32", "complex64", "int32", "uint8", "bool"
-    state = {dtype: jnp.asarray(numbers, dtype) for dtype in dtypes}
-    keys = jax.random.split(jax.random.key(3, impl="rbg"), (4, 2))
-    state |= {"half": jnp.full((4, 2), 5e4, "float16"), "keys": keys}
-    placed = jax.device_put(state, NamedSharding(workers.mesh, P("data")))
-    found = lc.training.mean_model_state(first(cub())._replace(model_state=placed))
-    assert all(x.sharding.is_fully_replicated for x in found.values())
-    wanted = dict.fromkeys(dtypes[:5], 2.5) | {"int32": 4, "uint8": 4, "bool": True, "half": 5e4}
-    assert_same(*map(jax.random.key_data, (found.pop("keys"), keys[0])))
-    for name, x in wanted.items():
-        np.testing.assert_array_equal(found[name], np.full(2, x, state[name].dtype))
-        assert found[name].dtype == state[name].dtype
 
 
 @pytest.mark.parametrize(
@@ -431,20 +284,19 @@ def test_a_leaf_without_elements_needs_no_second_program():
 
 @pytest.mark.parametrize("make", [lc.lion_cub, lc.owner_adamw])
 def test_optax_maps_what_lies_as_parameters_and_flax_writes_a_state_of_votes(make):
-    tx = lc.on_mesh(make(0.1, workers=four()), four())
+    tx = make(0.1, workers=four())
     state = tx.init(PARAMS)
     grads = jax.tree.map(lambda x: 0.3 * x, grads_for(4))
-    _, after = tx.update(grads, state, jax.tree.map(jnp.asarray, PARAMS))
+    _, after = update_of(tx, four())(grads, state, jax.tree.map(jnp.asarray, PARAMS))
     written = serialization.to_bytes(after)
     restored = serialization.from_bytes(state, written)
     assert_same(restored, after)
     assert jax.tree.structure(restored) == jax.tree.structure(after)
     if make is lc.owner_adamw:
-        two = lc.on_mesh(make(0.1, workers="data"), workers_on("data=2")).init(PARAMS)
+        two = make(0.1, workers=workers_on("data=2")).init(PARAMS)
         with pytest.raises(ValueError, match="saved chunks are others or lie in another order"):
             serialization.from_bytes(two, written)
     for one in (tx, make(0.1, workers="data")):
         mapped = optax.tree.map_params(one, lambda x, p: p, state, PARAMS)[0]
         assert (mapped.mu if make is lc.lion_cub else mapped.error) == PARAMS
         assert_same(mapped.owner, state[0].owner)
-    assert tx._replace(update=None).specs(PARAMS)[0].count == P()

@@ -120,7 +120,7 @@ def test_rows_of_a_leaf_of_tiles_lie_tile_by_tile_and_come_back(shape, at, found
 
 
 def test_a_state_in_another_order_is_refused(as_tpu):
-    """By hand; `on_mesh` and the training step refuse what is not their optimizer's state anyway."""
+    """By hand; the training step refuses what is not its optimizer's state anyway."""
     tx = lc.owner_lion(0.5, workers=AXIS)
 
     def worker(grads):

@@ -22,6 +22,7 @@ from conftest import (
     run_on_mesh,
     run_workers,
     scanned,
+    update_of,
     workers_on,
 )
 from hypothesis import given, settings
@@ -207,12 +208,9 @@ def test_the_bytes_of_the_program_are_those_that_are_predicted(layout):
     sizes, group, kind, specs = LAYOUTS[layout]
     workers, shapes = workers_on(sizes, group, kind), zeros(CUT)
     tx = cheap(workers)
-    on = lc.on_mesh(tx, workers, specs=specs)
     grads = jax.tree.map(lambda x: jnp.zeros((workers.count, *x.shape)), shapes)
-    lies = workers.shardings(specs)
-    params = jax.device_put(shapes, lies)
-    state = jax.device_put(on.init(params), on.shardings(params))
-    compiled = jax.jit(on.update).lower(grads, state, params).compile()
+    params = jax.device_put(shapes, workers.shardings(specs))
+    compiled = update_of(tx, workers).lower(grads, tx.init(params), params).compile()
     asked, between, inside = lc.audit.of(tx, shapes, workers, specs=specs), Counter(), Counter()
     for x in lc.audit.collectives(compiled, workers.mesh):
         (between if "data" in x.axes else inside)[x.op] += x.sent_bytes

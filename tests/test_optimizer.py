@@ -13,7 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, assert_same, mesh_on, normal, run_workers, scanned, workers_on
+from conftest import (
+    AXIS,
+    assert_same,
+    mesh_on,
+    normal,
+    run_workers,
+    scanned,
+    update_of,
+    workers_on,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -32,11 +41,11 @@ SMALL = {"w": (9, 15), "b": (70,)}
 
 
 def cub(**options):
-    return lc.lion_cub(**EXACT | options, workers=AXIS)
+    return lc.lion_cub(**{"workers": AXIS} | EXACT | options)
 
 
 def owner_lion(**options):
-    return lc.owner_lion(**EXACT | options, workers=AXIS)
+    return lc.owner_lion(**{"workers": AXIS} | EXACT | options)
 
 
 def of_shapes(shapes, *lead):
@@ -323,31 +332,31 @@ def compiled_update(tx, params, workers):
     """The compiled update, of gradients ``[W, ...]``."""
     state = lc.training.abstract_state(tx, params, workers).opt_state
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((workers.count, *p.shape), p.dtype), params)
-    return jax.jit(lc.on_mesh(tx, workers).update).lower(grads, state, params).compile()
+    return update_of(tx, workers).lower(grads, state, params).compile()
 
 
 def test_each_bucket_is_a_pair_of_collectives_with_coins_of_its_own():
     shapes = {k: (n,) for k, n in zip("abcdef", (100, 100, 50, 300, 64, 64), strict=True)}
     params, workers = of_shapes(shapes), workers_on("data=2")
-    compiled = compiled_update(cub(bucket_size=200, weight_decay=0.0), params, workers)
+    tx = cub(bucket_size=200, weight_decay=0.0, workers=workers)
+    compiled = compiled_update(tx, params, workers)
     ops = sorted(c.op for c in collectives(compiled, workers.mesh))
     assert ops == ["all-gather"] * 4 + ["all-to-all"] * 4  # a b | c | d | e f
-    state = lc.on_mesh(cub(bucket_size=200), workers).init(params)
     tied = jax.tree.map(lambda p: jnp.stack([jnp.ones(p.shape), -jnp.ones(p.shape)]), params)
-    updates, _ = compiled(*jax.device_put((tied,), workers.shardings(P(AXIS))), state, params)
+    updates, _ = update_of(tx, workers)(tied, tx.init(params), params)
     assert not np.array_equal(updates["a"][:50], updates["c"])
     assert not np.array_equal(updates["c"], updates["d"][:50])
 
 
 @pytest.mark.parametrize(
-    ("tx", "size", "few"), [(cub(), 128 * layout.SMALL, 3), (owner_lion(), 1000, 8)]
+    ("make", "size", "few"), [(cub, 128 * layout.SMALL, 3), (owner_lion, 1000, 8)]
 )
-def test_the_program_grows_with_the_number_of_leaves_and_no_faster(tx, size, few):
+def test_the_program_grows_with_the_number_of_leaves_and_no_faster(make, size, few):
     """Flags of all leaves that were found anew for each leaf made it grow with the square."""
-    lines = []
+    lines, workers = [], workers_on("data=2")
     for leaves in (few, 2 * few, 4 * few):
         params = [jax.ShapeDtypeStruct((size,), jnp.float32)] * leaves
-        program = compiled_update(tx, params, workers_on("data=2")).as_text()
+        program = compiled_update(make(workers=workers), params, workers).as_text()
         lines.append(len(program.splitlines()))
     assert lines[2] - lines[1] < 2.4 * (lines[1] - lines[0]), lines
 

@@ -46,12 +46,16 @@ BEFORE = {
     "explain/muon.md": {},
     "how_to/checkpoints.md": {
         "batches(position)": STEP + "batches = lambda position: [batch] * 2",
+        "restore_with_my_own_code()": """
+            def restore_with_my_own_code():
+                return params, optax.adamw(1e-3).init(params)[0]
+            kept = tx, state
+        """,
         "nnx.state(model": """
-            checkpoints, n = lc.Checkpoints("runs/b", workers=workers), 3
+            (tx, state), checkpoints, n = kept, lc.Checkpoints("runs/b", workers=workers), 3
             model = nnx.Linear(16, 24, rngs=nnx.Rngs(0))
             model.norm = nnx.BatchNorm(24, rngs=nnx.Rngs(0))
-            lc.training.place(model, workers)
-            optimizer = nnx.Optimizer(model, lc.on_mesh(tx, workers), wrt=nnx.Param)
+            optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         """,
     },
     "how_to/faults.md": {
@@ -76,51 +80,54 @@ BEFORE = {
     },
     "how_to/lab.md": {"lab.run(": ""},
     "how_to/evaluate.md": {
-        "one_per_device()": """
+        "train_step(model": """
             class Model(nnx.Module):
                 def __init__(self, rngs):
                     self.linear = nnx.Linear(16, 4, rngs=rngs)
                     self.norm = nnx.BatchNorm(4, rngs=rngs)
                 def __call__(self, x):
                     return self.norm(self.linear(x))
-            model = Model(nnx.Rngs(0))
+            model, images, labels = Model(nnx.Rngs(0)), batch, np.zeros(len(batch), int)
+            optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+            @lambda step: lc.map_step(step, workers)
+            def train_step(model, optimizer, batch):
+                loss = lambda model: jnp.mean((model(batch) - batch[:, :4]) ** 2)
+                value, grads = nnx.value_and_grad(loss)(model)
+                optimizer.update(model, grads)
+                return {"loss": value}
+            @nnx.jit
+            def right(model, images, labels):
+                return (model(images).argmax(-1) == labels).sum()
+            def whole(model, optimizer):
+                params, rest = nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
+                return {"params": params, "rest": rest, "optimizer": optimizer}
         """,
-        "from_nnx(model": """
-            placed, model = model, Model(nnx.Rngs(0))
-            loss_fn = lambda model, images: jnp.mean((model(images) - images[:, :4]) ** 2)
-        """,
-        "incremental_update": "whole, model = model, placed",
-        "def right": "images, labels = batch, np.zeros(len(batch), int)",
-        'best="max"': "model = whole",
     },
     "how_to/trainer.md": {
-        "accumulated(": """
-            def run_it():
-                global tx
-                loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
-                tx = lc.on_mesh(tx, workers)
-                [block]
-                accumulated(params, tx.init(params), np.ones((2, 128, 16), np.float32))
-            run_it()
+        "one_per_device": """
+            loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+            def step_with(tx, loss_fn=loss_fn):
+                def one_step(state, batch):
+                    params, opt_state = state
+                    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+                    updates, opt_state = tx.update(grads, opt_state, params)
+                    return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+                return one_step
+            one_step = step_with(tx)
         """,
-        'Workers(mesh, "batch")': 'state, folder = {"mu": np.ones((8, 3))}, "saved"',
-        "class_weights": "workers = lc.Workers(jax.make_mesh((8,), ('data',)), 'data')",
+        "with_ema(": "tx = lc.owner_adamw(1e-3, workers=workers)",
+        'Workers(mesh, "batch")': """
+            of_step, state, folder = state, {"mu": np.ones((8, 3))}, "saved"
+        """,
+        "tx_of": "state = of_step",
+        '"frozen": optax': "plain = params",
+        "sharpness_aware": "params = plain",
     },
     "how_to/large_trainers.md": {},
     "how_to/images.md": {},
     "how_to/mixed_precision.md": {"class Master(": "from typing import NamedTuple"},
     "how_to/profile.md": {},
     "how_to/spot.md": {},
-    "how_to/switch.md": {
-        "restore_with_my_own_code()": """
-            def restore_with_my_own_code():
-                return params, optax.adamw(1e-3).init(params)
-        """,
-        "old_optimizer": """
-            model = nnx.Linear(16, 24, rngs=nnx.Rngs(0))
-            old_optimizer = nnx.Optimizer(model, optax.adamw(schedule), wrt=nnx.Param)
-        """,
-    },
     "reports/accelerators.md": {},
 }
 
@@ -162,7 +169,7 @@ def test_each_optimizer_that_the_page_writes_for_another_library_sends_what_is_c
     ]
     shapes, sent = jax.eval_shape(lambda: names["params"]), {}
     for code in found:
-        if not re.search(r"\.\.\.|diloco|on_mesh|_step\(|\bjoin\(", code):
+        if not re.search(r"\.\.\.|diloco|_step\(|\bjoin\(", code):
             tx = eval(code, names)
             if isinstance(tx, optax.GradientTransformation):
                 sent[code] = names["lc"].audit.of(tx, shapes, names["workers"]).sent_bytes

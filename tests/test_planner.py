@@ -100,8 +100,7 @@ def test_a_method_keeps_the_state_that_its_code_makes(name):
     """Per-worker arrays have a leading axis of workers; slices of one state lie on all of them."""
     scheme, workers = SCHEMES[name], absent(8)
     tx, shapes = transform_of(scheme.code), shapes_for(name)
-    specs = jax.tree.map(lambda _: jax.P(), shapes)
-    state = jax.eval_shape(lc.on_mesh(tx, workers, specs=specs).init, shapes)
+    state = lc.training.abstract_state(tx, shapes, workers).opt_state
     held = sum(
         x.size * x.dtype.itemsize / (8 if x.shape[:1] == (8,) else 1)
         for x in jax.tree.leaves(state)

@@ -23,9 +23,17 @@ import lioncub_jax as lc
 from lioncub_jax.exchange import compilations
 
 BATCH = normal(64, 64)
-LION = {"learning_rate": 1e-3, "workers": "data"}
-CUB = lc.lion_cub(**LION)
-ADAM = lc.baselines.one_bit_adam(1.0, warmup=2, workers="data")
+
+
+def cub(workers, **options):
+    return lc.lion_cub(1e-3, workers=workers, **options)
+
+
+def adam(workers):
+    return lc.baselines.one_bit_adam(1.0, warmup=2, workers=workers)
+
+
+CUB = cub("data")
 
 
 @pytest.fixture
@@ -40,19 +48,20 @@ def raising():
     lc.audit.mode(before)
 
 
-def step_of(mesh, loss=loss, inner=CUB, beside=lambda grads: None):
-    """A step of a trainer of one's own, its first arguments, and how its state lies."""
+def step_of(mesh, loss=loss, make=cub, beside=lambda grads: 0.0):
+    """A trainer's step mapped over the workers, its first arguments, and how its state lies."""
     workers = lc.Workers(mesh, "data")
-    tx = lc.on_mesh(inner, workers, specs=jax.tree.map(lambda _: P(), PARAMS))
-    grad_fn = lc.worker_value_and_grad(loss, workers)
+    tx = make(workers)
 
     def step(params, opt_state, batch):
-        value, grads = grad_fn(params, batch)
+        value, grads = jax.value_and_grad(loss)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value, beside(grads)
 
+    step = lc.map_step(step, workers)
     params, batch = jax.device_put((PARAMS, BATCH), workers.shardings((P(), P("data"))))
-    return step, (params, tx.init(params), batch), tx.shardings(PARAMS)
+    state = step.prepare(tx.init(params))
+    return step, (params, state, batch), jax.tree.map(lambda x: x.sharding, state)
 
 
 def out_shardings(mesh, state):
@@ -74,40 +83,19 @@ def test_momentum_that_leaves_the_step_as_replicated(mesh):
     with refused(
         r"all-gather of f32\[1, 64, 128\] \(of the shape of opt_state\[0\].mu\['a'\]\['kernel'\]\), 229 kB",
         r"gradients or momentum, which are \[workers, ...\]: a constraint or out_shardings",
-        r"tx.shardings\(params\)",
     ):
         jax.jit(step, **out_shardings(mesh, None))(*args)
     params, *_ = jax.jit(step, **out_shardings(mesh, state))(*args)
     assert jnp.isfinite(params["b"]).all()
 
 
-def with_a_closure(mesh):
+def test_a_batch_that_the_step_closes_over_is_gathered(mesh):
     def step(params, opt_state, rows):
         return step_of(mesh, lambda params, x: loss(params, rows))[0](params, opt_state, BATCH)
 
-    return step
-
-
-def with_a_constraint(mesh):
-    return step_of(mesh, beside=lambda grads: lax.with_sharding_constraint(grads, P()))[0]
-
-
-@pytest.mark.parametrize(
-    ("make", "advice"),
-    [
-        (
-            with_a_closure,
-            "an array that the loss closes over, such as a batch: give it as an argument",
-        ),
-        (
-            with_a_constraint,
-            r"A constraint on gradients has the workers' axes in front.*P\('data', \*spec\)",
-        ),
-    ],
-)
-def test_the_advice_is_for_what_gathers(make, advice, mesh):
+    advice = "an array that the loss closes over, such as a batch: give it as an argument"
     with jax.set_mesh(mesh), refused(advice) as raised:
-        jax.jit(make(mesh)).lower(*step_of(mesh)[1]).compile()
+        jax.jit(step).lower(*step_of(mesh)[1]).compile()
     assert str(raised.value).count("\n- ") == 2  # and how to say that it is meant
 
 
@@ -155,7 +143,7 @@ def in_pmap(step, init):
 @pytest.mark.parametrize(
     "tx",
     # Means of arrays of the same sizes, in some steps.
-    [CUB, lc.lion_cub(**LION, sync=lc.sync.every(2)), ADAM],
+    [CUB, cub("data", sync=lc.sync.every(2)), adam("data")],
     ids=["alone", "with syncs", "with a warm-up"],
 )
 def test_gradients_that_are_averaged_before_the_vote(tx):
@@ -201,7 +189,7 @@ def test_every_array_is_counted_and_the_four_largest_are_named(mesh):
 
 def test_what_xla_joins_to_a_number_of_the_library_is_seen(mesh):
     def norm(grads):
-        return optax.tree.norm(jax.tree.map(lambda g: g.mean(0), grads))
+        return optax.tree.norm(lax.pmean(grads, "data"))
 
     step, args, _ = step_of(mesh, beside=norm)
     with refused(r"f32\[(1, )?64, 128\]"):
@@ -318,9 +306,9 @@ def test_another_program_of_the_name_of_one_that_votes_is_not_warned_of(mesh):
         jax.jit(step).lower(1.0).compile()
 
 
-@pytest.mark.parametrize("vote", [CUB, ADAM], ids=["vote", "with a warm-up"])
-def test_votes_that_only_a_branch_takes_are_warned_of(vote, mesh):
-    tx = optax.apply_if_finite(vote, 3)
+@pytest.mark.parametrize("make", [cub, adam], ids=["vote", "with a warm-up"])
+def test_votes_that_only_a_branch_takes_are_warned_of(make, mesh):
+    tx = optax.apply_if_finite(make("data"), 3)
 
     def step(params, opt_state, batch):
         updates, opt_state = tx.update(jax.grad(loss)(params, batch), opt_state, params)
@@ -328,8 +316,8 @@ def test_votes_that_only_a_branch_takes_are_warned_of(vote, mesh):
 
     with pytest.warns(UserWarning, match="apply_if_finite does that.*abstains by itself"):
         in_pmap(step, tx.init).compile()
-    with warnings.catch_warnings(action="error"):  # what on_mesh calls is checked before
-        step, args, _ = step_of(mesh, inner=optax.MultiSteps(vote, 2).gradient_transformation())
+    with warnings.catch_warnings(action="error"):  # what map_step calls is checked before
+        step, args, _ = step_of(mesh, make=lambda w: optax.MultiSteps(make(w), 2))
         jax.jit(step).lower(*args).compile()
 
 
@@ -348,7 +336,7 @@ def test_what_travels_inside_a_worker_is_told():
     assert "opt_state[0].mu['a']['kernel']), 16.4 kB, " in told and "test_watch.py:" in told
 
 
-@pytest.mark.parametrize("tx", [CUB, ADAM], ids=["vote", "with a warm-up"])
+@pytest.mark.parametrize("tx", [CUB, adam("data")], ids=["vote", "with a warm-up"])
 def test_leaves_that_a_mask_leaves_out_are_named_where_types_do_not_tell(tx):
     """Each worker's own gradient would move them."""
     tx = optax.masked(tx, {"a": True, "b": False, "none": True})

@@ -27,6 +27,16 @@ METHODS: dict[str, Callable[..., Any]] = {
     "owner, 3 bits": OPTIMIZERS["owner_lion"],
 }
 BUCKETS = "vote, 1 bit, 8 buckets"  # with what XLA must be told to overlap them
+# docs/reports/accelerators.md says what each does; on a CPU collectives are synchronous.
+GPU_OVERLAP: dict[str, Any] = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 64,
+    "xla_gpu_all_gather_combine_threshold_bytes": 1,
+}
+TPU_OVERLAP = {"xla_tpu_enable_async_all_to_all": "true", "xla_enable_async_all_gather": "true"}
+OVERLAP: dict[str, dict[str, Any]] = {
+    "gpu": GPU_OVERLAP, "cuda": GPU_OVERLAP, "rocm": GPU_OVERLAP, "tpu": TPU_OVERLAP, "cpu": {},
+}  # fmt: skip
 
 
 class Model(NamedTuple):
@@ -139,7 +149,7 @@ def lowered(model: Model, method: str, mesh: Mesh) -> tuple[Any, Any]:
     options = None
     if method == BUCKETS:
         tx = lc.lion_cub(1e-4, workers=workers, bucket_size=-(-model.size // 8))
-        options = lc.training.overlap_options(workers)
+        options = OVERLAP[mesh.devices.flat[0].platform]
     else:
         tx = METHODS[method](workers=workers)
     state = lc.training.abstract_state(tx, model.params, workers, specs=specs)
@@ -147,15 +157,15 @@ def lowered(model: Model, method: str, mesh: Mesh) -> tuple[Any, Any]:
         axes = tuple(mesh.axis_names)
         step = lc.make_train_step(model.loss, tx, workers, batch_spec=P(axes)).compiled(options)
         return step.lower(state, _batch(model, mesh)), tx
-    on_mesh = lc.on_mesh(tx, workers)
 
     # Donated and returned in one order: XLA gives donated buffers to results of their size as they come.
     def update(grads: Any, params: Any, state: Any) -> Any:
-        updates, state = on_mesh.update(grads, state, params)
+        updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state, params)
         return optax.apply_updates(params, updates), state
 
     grads = _of_each(model, workers.count, mesh, workers.axes)
-    return jax.jit(update, donate_argnums=(1, 2)).lower(grads, state.params, state.opt_state), tx
+    step = lc.map_step(update, workers, rows="grads", donate=("params", "state"))
+    return step.lower(grads, state.params, state.opt_state), tx
 
 
 def specs_of(model: Model, mesh: Mesh) -> Any:

@@ -43,7 +43,11 @@ def build(mesh, learning_rate):
     non_trainable = [v.value for v in model.non_trainable_variables]
     trainable, non_trainable = jax.device_put((trainable, non_trainable), NamedSharding(mesh, P()))
     tx = optax.lion(learning_rate, weight_decay=0.1)
-    state = trainable, non_trainable, tx.init(trainable)
+    state = {
+        "trainable": trainable,
+        "non_trainable": non_trainable,
+        "opt_state": tx.init(trainable),
+    }
 
     def compute_loss(trainable, non_trainable, batch):
         images, labels = batch
@@ -56,11 +60,14 @@ def build(mesh, learning_rate):
 
     @jax.jit
     def train_step(state, batch):
-        trainable, non_trainable, opt_state = state
-        (loss, non_trainable), grads = grad_fn(trainable, non_trainable, batch)
-        updates, opt_state = tx.update(grads, opt_state, trainable)
-        trainable = optax.apply_updates(trainable, updates)
-        return (trainable, non_trainable, opt_state), {"loss": loss}
+        trainable = state["trainable"]
+        (loss, non_trainable), grads = grad_fn(trainable, state["non_trainable"], batch)
+        updates, opt_state = tx.update(grads, state["opt_state"], trainable)
+        return {
+            "trainable": optax.apply_updates(trainable, updates),
+            "non_trainable": non_trainable,
+            "opt_state": opt_state,
+        }, {"loss": loss}
 
     return state, train_step
 
