@@ -174,6 +174,7 @@ class Ray(Shells):
         environment = {
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",  # by default 15: behind all else that this machine does
             MARK: str(folder),
         }
         with subprocess.Popen(
