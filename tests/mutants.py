@@ -322,6 +322,20 @@ MUTANTS = r"""
 - first[: len(workers)] != tuple(workers)
 + set(first[: len(workers)]) != set(workers)
 
+# training/map_step.py: processes
+= numbers that hosts set by hand are never compared after the first call
+- if self._shared and self._count:
++ if self._shared and False:
+
+= a host that sets a rate by hand alone asks the others about its program
+- if not self._shared or self._is_compared(call):
++ if not self._shared:
+
+# training/results.py: map_step
+= in nnx the scales of fp8 layers are no such state
+- in {*_words(result.name), result.kind}
++ in _words(result.name)
+
 # training/mapped.py: face boxes sharding
 = updates on a mesh run where types do not say what differs
 - if not axes.tracked(workers.axes):
