@@ -296,8 +296,8 @@ def test_where_nobody_votes_nothing_moves_and_no_counter_of_updates(name):
 
 # One of each kind of state.
 SAVED = [
-    "vote, synced in codes", "owner", "owner, adamw", "global lion", "ef_signsgd", "powersgd, 6 bits",
-    "one_bit_adam", "zero_one_adam", "dgc",
+    "vote, synced in codes", "owner", "owner, adamw", "owner, muon", "global lion", "ef_signsgd",
+    "powersgd, 6 bits", "one_bit_adam", "zero_one_adam", "dgc",
 ]  # fmt: skip
 
 

@@ -56,6 +56,28 @@ def test_a_run_of_adamw_goes_on_at_the_owners_as_if_nothing_had_happened(before,
         np.testing.assert_allclose(after.params[name], wanted[name], rtol=2e-4, atol=2e-6)
 
 
+def test_a_run_of_muon_goes_on_at_the_owners_of_whole_matrices():
+    def is_leaf(x):
+        return isinstance(x, optax.MaskedNode)
+
+    muon = optax.contrib.muon(RATE, consistent_rms=0.2)
+    params, state = trained(muon, PARAMS, muon.init(PARAMS), BATCHES[:4])
+    matrices, rest = (optax.tree.get(state, x) for x in ("MuonState", "ScaleByAdamState"))
+    mu = jax.tree.map(lambda x, y: y if is_leaf(x) else x, matrices.mu, rest.mu, is_leaf=is_leaf)
+    workers = lc.Workers.one_per_device()
+    tx = lc.owner_muon(
+        RATE, workers=workers, quantizer=lc.quantize.dense(), reply=lc.decide.values()
+    )
+    after = lc.init_state(tx, params, workers)
+    after = lc.checkpoint.carry_over(after, workers, mu=mu, nu=rest.nu, count=rest.count)
+    step = lc.make_train_step(loss, tx, workers)
+    for batch in BATCHES[4:]:
+        after, _ = step(after, batch)
+    wanted, _ = trained(muon, params, state, BATCHES[4:])
+    for name in wanted:
+        np.testing.assert_allclose(after.params[name], wanted[name], rtol=2e-4, atol=2e-5)
+
+
 def test_each_worker_that_votes_gets_the_whole_momentum(before):
     params, (adam, *_) = before
     workers = lc.Workers.one_per_device()

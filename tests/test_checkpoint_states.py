@@ -195,6 +195,26 @@ def partly(rate, *, workers):
     return optax.partition(tx, labels)
 
 
+@pytest.mark.parametrize("group", [None, "dev"])
+def test_what_is_restored_has_the_dtype_that_it_had_and_no_moment_is_rounded(group, tmp_path):
+    """Of parameters in bfloat16: moments at owners are float32, errors of workers are not."""
+    workers = workers_on("data=2 dev=2", group) if group else workers_of(4)
+    tx = lc.owner_adamw(0.1, workers=workers)
+    first = lc.init_state(tx, {"w": jnp.ones((8, 96), jnp.bfloat16)}, workers)
+    thirds = jax.tree.map(
+        lambda x: x + jnp.asarray(1 / 3).astype(x.dtype), first.opt_state[0].owner
+    )
+    state = first._replace(
+        opt_state=(first.opt_state[0]._replace(owner=thirds), *first.opt_state[1:])
+    )
+    with lc.Checkpoints(tmp_path, workers=workers) as checkpoints:
+        checkpoints.save(state, wait=True)
+        found = checkpoints.restore(first).state
+    assert [x.dtype for x in jax.tree.leaves(found)] == [x.dtype for x in jax.tree.leaves(first)]
+    (before, after) = (lc.checkpoint.portable(x, workers) for x in (state, found))
+    assert_same(after["opt_state"], before["opt_state"])
+
+
 # --- Labels that lie
 
 

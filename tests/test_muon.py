@@ -339,9 +339,74 @@ def test_leaves_of_more_dimensions_are_named_where_they_go_to_adam():
         lc.owner_muon(1.0, workers=None).init({"w": jnp.zeros((2, 3, 4))})
 
 
-def test_a_checkpoint_of_whole_matrices_is_refused_by_its_name():
-    workers = lc.Workers.one_per_device()
-    tx = lc.owner_muon(0.01, workers=workers)
-    state = lc.init_state(tx, {"w": jnp.zeros((40, 34))}, workers)
-    with pytest.raises(ValueError, match=r"an owner of whole matrices .* cannot be saved yet"):
-        lc.checkpoint.portable(state, workers)
+# --- Checkpoints
+
+PLACES = LAYOUTS | {str(n): (f"data={n}", None, AxisType.Auto, NONE) for n in (4, 6, 8)}
+
+
+def loss(params, batch, rng=None):
+    """Whose gradients are whole numbers, the same for each worker."""
+    return jnp.mean(batch) * sum(jnp.sum(x * constants(name)) for name, x in params.items())
+
+
+def constants(name):
+    """In a pattern that no permutation keeps."""
+    rng = np.random.default_rng(sum(map(ord, name)))
+    return rng.integers(1, 64, CUT[name]).astype(np.float32)
+
+
+def trained(place, make, steps=2):
+    """The state after some steps, and the workers."""
+    sizes, group, kind, specs = PLACES[place]
+    workers = workers_on(sizes, group, kind)
+    tx = make(workers)
+    state = lc.init_state(tx, zeros({name: CUT[name] for name in specs}), workers, specs=specs)
+    step = lc.make_train_step(loss, tx, workers)
+    for n in range(steps):
+        state, _ = step(state, np.full(workers.count, n + 1, np.float32))
+    return state, workers
+
+
+def coded_muon(workers):
+    numbers = functools.partial(pick, CUT_NUMBERS)
+    return lc.owner_muon(0.1, workers=workers, muon_weight_dimension_numbers=numbers)
+
+
+@pytest.mark.parametrize("place", [*LAYOUTS, "6"])
+def test_what_owners_hold_is_saved_in_the_shapes_of_the_parameters(place):
+    def sums(workers):
+        numbers = functools.partial(pick, CUT_NUMBERS)
+        how = {"rest": optax.trace(1.0), "dimension_numbers": numbers, **EXACT}
+        return optax.chain(lc.owner(mixing(), workers=workers, **how), optax.scale(0.0))
+
+    state, workers = trained(place, sums)
+    held = lc.checkpoint.portable(state, workers)["opt_state"]["0"]["owner"]["inner"]
+    found = held["matrices"]["sum"] | held.get("rest", {}).get("trace", {})
+    assert held["matrices"]["count"] == 2 and {*found} == {*PLACES[place][3]}
+    for name, x in found.items():  # a first dimension may end in padding
+        np.testing.assert_array_equal(x[: CUT[name][0]], 3 * constants(name), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("8", "4"), ("8", "6"), ("rows and columns", "explicit axes"), ("a group and rows", "a group"),
+        ("rows and columns", "rows, more devices than matrices"),
+    ],
+)  # fmt: skip
+def test_matrices_are_dealt_again_for_other_workers(old, new, tmp_path):
+    """There and back again: nothing is lost, where workers have the same errors."""
+    (state, here), (like, there) = trained(old, coded_muon, 1), trained(new, coded_muon, 0)
+    moved = carried(tmp_path / "there", state, here, like, there)
+    held = lc.checkpoint.portable(moved, there)["opt_state"]["0"]["owner"]["inner"]
+    assert min(np.abs(x).max() for x in held["matrices"]["mu"].values()) > 1
+    assert_same(
+        carried(tmp_path / "back", moved, there, trained(old, coded_muon, 0)[0], here), state
+    )
+
+
+def carried(folder, state, here, like, there):
+    with lc.Checkpoints(folder, workers=here) as checkpoints:
+        checkpoints.save(state, wait=True)
+    with lc.Checkpoints(folder, workers=there) as checkpoints:
+        return checkpoints.restore(like).state

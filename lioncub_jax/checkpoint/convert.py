@@ -55,27 +55,30 @@ class Entry(NamedTuple):
 
     def leaves(self) -> dict[str, Any]:
         """Types of its leaves, if it has elements."""
+        if not self.x.size:
+            return {}
         if self.rows:
             return {f"{self.name}.{n}": leaf for n, leaf in self.rows.leaves(self.x.dtype).items()}
-        leaf = jax.eval_shape(plain, self.x).update(sharding=self.x.sharding)
-        return {self.name: leaf} if self.x.size else {}
+        return {self.name: jax.eval_shape(plain, self.x).update(sharding=self.x.sharding)}
 
     def split(self) -> dict[str, jax.Array]:
         """Its leaves."""
+        if not self.x.size:
+            return {}
         if self.rows:
             # XLA's CPU runs few collectives at once.
             parts = jax.block_until_ready(self.rows.split(spec_of(self.x), self.x))
             return {f"{self.name}.{n}": leaf for n, leaf in parts.items()}
-        return {self.name: plain(self.x)} if self.x.size else {}
+        return {self.name: plain(self.x)}
 
     def join(self, leaves: Leaves) -> jax.Array:
         """Undoes `split`."""
         to = jax.ShapeDtypeStruct(self.x.shape, self.x.dtype, sharding=self.x.sharding)
+        if not to.size:
+            return jnp.zeros(to.shape, to.dtype, device=to.sharding)
         if self.rows:
             parts = {n: leaves[f"{self.name}.{n}"] for _, n, *_ in self.rows.params}
             return jax.block_until_ready(self.rows.join(to, parts))
-        if not to.size:
-            return jnp.zeros(to.shape, to.dtype, device=to.sharding)
         x = leaves[self.name]
         return x if x.dtype == to.dtype else _cast(to, x)
 
@@ -176,13 +179,18 @@ def _entries(state: Any, workers: Workers) -> Iterator[Entry]:
             for at, y in named(x, name=name):
                 yield _entry(at, y, holder, workers)
             continue
-        rows, where = rows_of(x, node, holder, params, workers), repr((workers, x.bucket)).encode()
+        found = of_each_worker(node)
+        rows = rows_of(x, found, holder, params, workers)
         # Of unknown parameters rows are saved as they lie.
-        for at, y in named(x.value, name=field if rows else f"{name}.rows-{zlib.crc32(where)}"):
+        deals = [y.bucket for _, y in found if isinstance(y, Flat) and isinstance(y.bucket, Deal)]
+        where = repr((workers, x.bucket, *deals)).encode()
+        prefix = field if rows else f"{name}.rows-{zlib.crc32(where)}"
+        for at, y in named(x.value):
+            full = f"{prefix}.{at}".strip(".")
             if y.ndim and rows:
-                yield Entry(at, y, holder or Holder.ALL, rows)
+                yield Entry(full, y, holder or Holder.ALL, rows.of(at))
             else:  # a counter is the same in all buckets
-                yield _entry(at, y, holder if y.ndim else Holder.ALL, workers)
+                yield _entry(full, y, holder if y.ndim else Holder.ALL, workers)
 
 
 def _entry(name: str, x: Any, holder: Holder | None, workers: Workers) -> Entry:
@@ -232,28 +240,30 @@ def declared_in(node: Any, name: str = "") -> Iterator[tuple[str, tuple[Any, Hol
             yield from declared_in(inner, at)
 
 
-def rows_of(flat: Flat, node: Any, holder: Any, params: Leaves, workers: Workers) -> Rows | None:
-    """How a bucket of a state lies; None where the parameters in it are unknown."""
-    if isinstance(flat.bucket, Deal):
-        raise ValueError(
-            "an owner of whole matrices (owner_muon, owner(rest=...)) cannot be saved yet: save the "
-            "parameters, and give lc.Checkpoints or portable the state without its opt_state"
-        )
-    # What each worker has says which they are: by its names, or by the buckets that a group shares.
+def of_each_worker(node: Any) -> list[tuple[str, Any]]:
+    """What each worker has, which says what rows are of: by its names, or as `Flat` by shared buckets."""
     fields = [getattr(node, f) for f, h in node.holders().items() if h is not Holder.OWNER]
     each = [named(x, lambda x: x is None or isinstance(x, Flat)) for x in fields]
-    found = max(each, key=len, default=[])
-    groups = [x.bucket for _, x in found if isinstance(x, Flat)]
-    if bool(groups) != (workers.group is not None):
+    return max(each, key=len, default=[])
+
+
+def rows_of(
+    flat: Flat, found: list[tuple[str, Any]], holder: Any, params: Leaves, workers: Workers
+) -> Rows | None:
+    """How a bucket of a state lies; None where the parameters in it are unknown."""
+    shared = [x.bucket for _, x in found if isinstance(x, Flat)]
+    two_levels = any(x.group if isinstance(x, Deal) else True for x in shared)
+    if two_levels != (workers.group is not None):
         raise ValueError(
-            f"the state is of {'two levels' if groups else 'one level'}, and the workers have "
+            f"the state is of {'two levels' if two_levels else 'one level'}, and the workers have "
             f"group={workers.group!r}: give workers= as to the optimizer"
         )
-    own, of = (
-        holder in PER_WORKER,
-        [*params] if groups or len(found) == len(params) else [n for n, _ in found],
-    )
-    cuts = tuple((s.leaf, groups[s.leaf]) for s in flat.bucket.segments if groups and not own)
+    if shared and sum(len(x.segments) for x in shared) != sum(x.size > 0 for x in params.values()):
+        return None  # of some parameters, and a bucket does not say of which
+    own, of = holder in PER_WORKER, [*params]
+    if not shared and len(found) != len(params):
+        of = [name for name, _ in found]
+    cuts = tuple((s.leaf, shared[s.leaf]) for s in flat.bucket.segments if shared and not own)
     leaves = []
     for s in [s for _, x in cuts or [(0, flat.bucket)] for s in x.segments]:
         param = params.get(of[s.leaf]) if s.leaf < len(of) else None

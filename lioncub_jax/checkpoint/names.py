@@ -10,7 +10,8 @@ import jax
 # {"its new name": "its name in files"}. The field that flax's boxes have is no part of a name, so that a
 # module and a plain tree read each other.
 _FIELDS = """step params model_state opt_state rng local_state count mu error owner votes ties parameters
-abstained abstentions unlike pairs inner syncs drift updates nu exchange velocity residual q"""
+abstained abstentions unlike pairs inner matrices rest syncs drift updates nu exchange velocity residual
+q"""
 NAMES = {name: name for name in _FIELDS.split()} | {"value": ""}
 
 

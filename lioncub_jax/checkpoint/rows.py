@@ -2,7 +2,7 @@
 
 In training, momentum of a group lies in slices of buckets, and state of owners in slices of 1/W: rows of
 128. Each device gathers the rows of a bucket, and splits and joins them as a step does, so that
-`exchange.layout` alone knows their order. A leaf keeps the dtype of its bucket.
+`exchange.layout` and `exchange.dealing` alone know their order. A leaf has the dtype of its rows.
 """
 
 import functools
@@ -15,9 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange import layout, wires
+from lioncub_jax.exchange import dealing, layout, matrices, wires
 from lioncub_jax.exchange.bits import ROW, round_up
+from lioncub_jax.exchange.dealing import Deal
 from lioncub_jax.exchange.layout import BucketLayout
+from lioncub_jax.exchange.matrices import Inner
 from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.mesh.axes import names, worker_index
 from lioncub_jax.mesh.placement import Workers
@@ -29,17 +31,33 @@ class Rows(NamedTuple):
 
     Attributes:
       bucket: the bucket.
-      cuts: of an owner in two levels the buckets of its group, by the indices of their slices in
-      ``bucket``. params: by the indices of leaves the parameter: its name, shape and spec.
+      cuts: of an owner the buckets of its group, or its deal, by the indices of their slices in ``bucket``.
+      params: by the indices of leaves the parameter: its name, shape and spec.
       own: True where each worker has leaves of its own, ``[workers, *shape]``; else an owner has a slice.
       workers: the workers, on a mesh that leaves all to XLA.
+      part: of a deal's owner, which of its rows: those of "matrices", of the "rest", or "" for all.
     """
 
-    bucket: BucketLayout
-    cuts: tuple[tuple[int, BucketLayout], ...]
+    bucket: BucketLayout | Deal
+    cuts: tuple[tuple[int, BucketLayout | Deal], ...]
     params: tuple[tuple[int, str, tuple[int, ...], P], ...]
     own: bool
     workers: Workers
+    part: str = ""
+
+    @property
+    def deal(self) -> Deal | None:
+        """Of whole matrices at an owner."""
+        return next((x for _, x in self.cuts if isinstance(x, Deal)), None)
+
+    def of(self, name: str) -> "Rows":
+        """Those of an array of an owner's state, by its name in it: of a deal, such as inner.rest.mu."""
+        _, part, *_ = *name.split("."), "", ""
+        if self.deal is None or part not in Inner._fields:
+            return self
+        mixed = {s.leaf for s in self.deal.segments if s.matrices.rows}
+        params = [x for x in self.params if (x[0] in mixed) == (part == "matrices")]
+        return self._replace(part=part, params=tuple(params))
 
     def leaves(self, dtype: Any) -> dict[str, Any]:
         """Types of the leaves, as they lie whole on each worker."""
@@ -58,8 +76,10 @@ class Rows(NamedTuple):
         """The leaves in an array that lies so, spread over the workers."""
 
         def of_device(x: jax.Array) -> dict[str, jax.Array]:
-            parts = _to_leaves(x.reshape(-1, ROW), self.bucket, self._over)
-            group = names(self.workers.group)
+            x, group = x.reshape(-1, ROW), names(self.workers.group)
+            if self.deal:
+                x = matrices.in_place(self._to_owners(x), self.deal, self.part, self._each)
+            parts = _to_leaves(x, self.bucket, self._over)
             each = [_to_leaves(parts[k], cut, group) for k, cut in self.cuts] or [parts]
             parts = {k: x for part in each for k, x in part.items()}
             return {name: parts[k][None] if self.own else parts[k] for k, name, *_ in self.params}
@@ -82,10 +102,15 @@ class Rows(NamedTuple):
 
         def of_device(leaves: Any) -> jax.Array:
             parts = {k: leaves[n][0] if self.own else leaves[n] for k, n, *_ in self.params}
-            group = names(self.workers.group)
+            group, chunk = names(self.workers.group), math.prod(local) // ROW
             if self.cuts:
                 parts = {k: _to_rows(parts, cut, group, cut.rows_per_chunk) for k, cut in self.cuts}
-            return _to_rows(parts, self.bucket, self._over, math.prod(local) // ROW).reshape(local)
+            if self.deal is None:
+                rows = _to_rows(parts, self.bucket, self._over, chunk)
+            else:
+                rows = _to_rows(parts, self.bucket, self._over, self.bucket.rows_per_chunk)
+                rows = self._to_owners(matrices.cut(rows, self.deal, self.part))
+            return rows.reshape(local).astype(to.dtype)
 
         specs = ({name: leaf.sharding.spec for name, leaf in types.items()},)
         return jax.shard_map(
@@ -100,23 +125,41 @@ class Rows(NamedTuple):
     def _over(self) -> Any:
         return names(self.workers.group if self.own else self.workers.axis)
 
+    @property
+    def _each(self) -> int:
+        """Owners of each worker, of a deal."""
+        return self.bucket.rows_per_chunk // self.deal.rows if self.deal else 1
 
-def _to_leaves(x: jax.Array, bucket: BucketLayout, over: Any) -> dict[int, jax.Array]:
+    def _to_owners(self, x: jax.Array) -> jax.Array:
+        """Rows of matrices from the devices that share them to those that own whole ones, and back."""
+        if not (self.deal and self.deal.whole and self.part == "matrices"):
+            return x
+        return wires.swapped(x.reshape(self._each, -1, ROW), self.deal.shared_by).reshape(-1, ROW)
+
+
+def _to_leaves(x: jax.Array, bucket: BucketLayout | Deal, over: Any) -> dict[int, jax.Array]:
     """The leaves of a bucket, out of all its rows or the chunk that this device has."""
-    if len(x) < bucket.rows:
+    if len(x) < bucket.num_chunks * bucket.rows_per_chunk:
         x = wires.gather_rows(x, over)
+    if isinstance(bucket, Deal):
+        return dealing.split(x, bucket)
     return layout.split_bucket(x, bucket.pieces)
 
 
-def _to_rows(leaves: Any, bucket: BucketLayout, over: Any, num_rows: int) -> jax.Array:
-    """The rows of a bucket that this device has: a chunk, or all."""
-    wide, parts = common_dtype(jnp.float32, *leaves.values()), []
-    for piece in bucket.pieces:
-        parts.append(layout.piece_to_rows(layout.join_piece(leaves, piece).astype(wide), piece))
-    rows = layout.pad_rows(jnp.concatenate(parts), bucket.rows)
-    if num_rows < bucket.rows:
+def _to_rows(leaves: Any, bucket: BucketLayout | Deal, over: Any, num_rows: int) -> jax.Array:
+    """The rows of a bucket that this device has, at least float32: a chunk, or all."""
+    if isinstance(bucket, Deal):
+        none = {s.leaf: jnp.zeros(s.shape) for s in bucket.segments}
+        rows = dealing.join(none | leaves, bucket)
+    else:
+        wide, parts = common_dtype(jnp.float32, *leaves.values()), []
+        for piece in bucket.pieces:
+            x = layout.join_piece(leaves, piece).astype(wide)
+            parts.append(layout.piece_to_rows(x, piece))
+        rows = layout.pad_rows(jnp.concatenate(parts), bucket.rows)
+    if num_rows < len(rows):
         rows = lax.dynamic_slice_in_dim(rows, worker_index(over) * num_rows, num_rows)
-    return rows.astype(bucket.dtype)
+    return rows
 
 
 def spread(x: Any, workers: Workers) -> Any:

@@ -181,17 +181,14 @@ class Deal(NamedTuple):
         """The mesh axes of the devices that have a part of each matrix."""
         return (*self.group, *[name for name, _ in self.moved])
 
-    @property
-    def matrix_end(self) -> int:
-        """The end of the matrices of all owners, counted from an owner's first row."""
-        return max(self.matrix_rows)
-
-    @property
-    def rest(self) -> slice:
-        """The rows of an owner in which slices of other leaves may lie."""
+    def span(self, part: str) -> slice:
+        """The rows of an owner in which its "matrices" may lie, slices of the "rest", or "" for either."""
+        if part == "matrices":
+            return slice(0, max(self.matrix_rows))
         own = [run for run in self.pieces if not self.segments[run.leaf].matrices.rows]
         ends = [run.first_row + run.rows for run in own]
-        return slice(min([run.first_row for run in own], default=0), max(ends, default=0))
+        rest = slice(min([run.first_row for run in own], default=0), max(ends, default=0))
+        return rest if part == "rest" else slice(0, self.rows)
 
 
 def matrices_of(

@@ -58,11 +58,7 @@ class AtMatrices(AtOwner):
     def init(self, rows: jax.Array, deal: Deal | None) -> OwnerState:
         """State of both transforms, and the error of replies."""
         assert deal is not None
-        each, span = len(rows) // deal.rows, deal.rest
-        of_matrices, of_rest = (
-            rows[: each * deal.matrix_end],
-            rows[: each * (span.stop - span.start)],
-        )
+        of_matrices, of_rest = [cut(rows, deal, part) for part in Inner._fields]
         inner = Inner(self.tx.init(of_matrices), self.rest.init(of_rest))
         traced.check_elementwise(self.tx, of_matrices, inner.matrices, may_mix=True)
         traced.check_elementwise(self.rest, of_rest, inner.rest)
@@ -74,23 +70,31 @@ class AtMatrices(AtOwner):
         """``u`` of the rows of a chunk, and the next state."""
         worker, deal = place
         assert deal is not None
-        each, span = len(mean) // deal.rows, deal.rest
-        mean, valid = [x.reshape(each, deal.rows, ROW) for x in (mean, valid)]
+        each = len(mean) // deal.rows
         owners = worker * each + jnp.arange(each, dtype=jnp.int32)
         ends = jnp.array(deal.matrix_rows)[owners]
-        of_matrix = (jnp.arange(deal.rows)[None] < ends[:, None])[..., None]
-        given = jnp.where(valid & of_matrix, mean, jnp.nan)[:, : deal.matrix_end]
-        own = mean[:, span].reshape(-1, ROW), (valid & ~of_matrix)[:, span].reshape(-1, ROW)
+        of_matrix = (jnp.arange(deal.rows)[None] < ends[:, None]).reshape(-1, 1)
+        given = cut(jnp.where(valid & of_matrix, mean, jnp.nan), deal, "matrices")
+        own = [cut(x, deal, "rest") for x in (mean, valid & ~of_matrix)]
 
+        given = given.reshape(each, -1, ROW)
         u_matrices, matrices = of_matrices(self.tx, given, place, state.matrices)
         u_rest, rest = elementwise(self.rest, *own, state.rest)
 
-        def in_place(u: jax.Array, first: int) -> jax.Array:
-            u = u.reshape(each, -1, ROW)
-            return jnp.pad(u, ((0, 0), (first, deal.rows - first - u.shape[1]), (0, 0)))
+        u = in_place(u_matrices, deal, "matrices", each), in_place(u_rest, deal, "rest", each)
+        return jnp.where(of_matrix, *u), Inner(matrices, rest)
 
-        u = jnp.where(of_matrix, in_place(u_matrices, 0), in_place(u_rest, span.start))
-        return u.reshape(-1, ROW), Inner(matrices, rest)
+
+def cut(rows: jax.Array, deal: Deal, part: str) -> jax.Array:
+    """Of all rows of a worker's owners those of a part, see `Deal.span`: ``[rows, 128]``."""
+    return rows.reshape(-1, deal.rows, ROW)[:, deal.span(part)].reshape(-1, ROW)
+
+
+def in_place(x: jax.Array, deal: Deal, part: str, each: int) -> jax.Array:
+    """Undoes `cut`, for ``each`` owners of a worker, with zeros elsewhere."""
+    span = deal.span(part)
+    x = x.reshape(each, span.stop - span.start, ROW)
+    return jnp.pad(x, ((0, 0), (span.start, deal.rows - span.stop), (0, 0))).reshape(-1, ROW)
 
 
 def of_matrices(
