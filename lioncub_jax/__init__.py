@@ -33,7 +33,6 @@ from lioncub_jax.optimizers import (
     scale_by_lion_cub,
 )
 from lioncub_jax.training import (
-    Kind,
     StepState,
     TrainStep,
     from_nnx,
@@ -43,8 +42,6 @@ from lioncub_jax.training import (
     map_step,
     mean_over_workers,
     metrics,
-    on_mesh,
-    worker_value_and_grad,
 )
 from lioncub_jax.version import __version__ as __version__
 
@@ -54,7 +51,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoints",
-    "Kind",
     "StepState",
     "TrainStep",
     "Workers",
@@ -76,7 +72,6 @@ __all__ = [
     "mesh",
     "metrics",
     "momentum",
-    "on_mesh",
     "owner",
     "owner_adamw",
     "owner_lion",
@@ -88,7 +83,6 @@ __all__ = [
     "sync_momentum",
     "training",
     "wires",
-    "worker_value_and_grad",
 ]
 
 # Reads each program that votes once XLA has compiled it; an error there ends the compilation.
@@ -104,6 +98,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _FROM:
         return getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
+    if name in training.GONE:
+        return getattr(training, name)  # raises, and says what to write
     for module in (quantize, wires, decide, momentum, sync, mesh):
         found = getattr(module, name, None)
         if str(getattr(found, "__module__", "")).startswith(module.__name__):

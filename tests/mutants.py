@@ -336,28 +336,10 @@ MUTANTS = r"""
 - in {*_words(result.name), result.kind}
 + in _words(result.name)
 
-# training/mapped.py: face boxes sharding
-= updates on a mesh run where types do not say what differs
-- if not axes.tracked(workers.axes):
-+ if axes.tracked(workers.axes):
-
 # exchange/mapped.py: face boxes sharding
 = what is empty is said to lie in parts
 - spec if x.size else P()
 + spec
-
-# training/control_flow.py: chains
-= what a branch makes by one worker's choice counts as agreed
-- return [decided or x for x in results]
-+ return results
-
-= of a loop only the first turn is followed
--         if after == args:
-+         if True:
-
-= an exchange in a branch of one worker's choice is let be
-- if decided and any(
-+ if False and any(
 
 # exchange/holders.py: chains
 = what stands behind an exchange is each worker's own too
@@ -368,15 +350,6 @@ MUTANTS = r"""
 - find_holders(part, in_front=front) if holder is None
 + find_holders(part, in_front=front) if holder is None or front
 
-# training/mapped.py: chains
-= one NaN stays in what is in front of the vote
-- jnp.where(finite, new, old)
-+ new
-
-= state that all hold may differ
-- if x and (i in loose or not wanted[i])]
-+ if x and i < len(jax.tree.leaves(results[0]))]
-
 # mesh/boxes.py: boxes
 = the workers' axis is written behind the names of a box
 - (spec[0], *getattr(names, "spec", names))
@@ -386,32 +359,6 @@ MUTANTS = r"""
 = an axis that is taken stays in what a model says
 - frozenset(axes_in(spec)).difference(taken)
 + frozenset(axes_in(spec))
-
-# training/gradients.py: gradients training chains
-= results lie over the workers alone
-- if has_aux and set(workers.inner).intersection(workers.mesh.explicit_axes):
-+ if has_aux and not workers.axes:
-
-= parameters are not cast, and gradients come summed
-- value_and_grad(axes.varying(params, (*axis, *group)), *args, **kwargs)
-+ value_and_grad(params, *args, **kwargs)
-
-= Rngs that a loss draws from do not go on
-- variable[...] = count
-+ variable[...] = variable[...]
-
-# training/kinds.py: gradients
-= the rows of a worker are gathered within it
-- spec = shortened(spec_of(x), workers.inner)
-+ spec = P()
-
-= a sum beside a count is no word worth
-- if len(each) == 2:
-+ if len(each) == 3:
-
-= half of an array with two entries for each worker is forgotten
-- kind is Kind.PER_WORKER and size != (workers.count,)
-+ kind is Kind.PER_WORKER and size[0] % workers.count
 
 # training/modules.py: gradients training chains
 = what a model keeps is written where nnx does not let it be written
@@ -428,26 +375,40 @@ MUTANTS = r"""
 + jnp.max(halves(x), 0)
 
 = all parts of a batch, and all local steps, draw the same random numbers
-- return one(carry, rows, jax.random.fold_in(rng, index))
-+ return one(carry, rows, rng)
+- tree.unflatten(each), jax.random.fold_in(rng, index))
++ tree.unflatten(each), rng)
 
 # training/step.py: local_steps simulate training
 = all workers draw the same random numbers
-- jax.random.fold_in(jax.random.fold_in(rng, count), axes.worker_index(workers.axes))
-+ jax.random.fold_in(rng, count)
+- rng = jax.random.fold_in(rng, axes.worker_index(workers.axes))
++ pass
 
 = local state is kept only where the loss is no number
 -             abstains |= ~axes.all_finite(grads)
 +             pass
 
 = statistics of a worker that abstains are kept with what was no number
-- after = jax.tree.map(partial(jnp.where, abstains), before, after)
-+ pass
+- model_state, local_state = jax.tree.map(partial(jnp.where, abstains), before, after)
++ model_state, local_state = after
 
-# training/state.py: training face
+= one NaN stays in what is in front of the vote
+- jnp.where(finite, new, old)
++ new
+
+# training/own.py: training face
 = random streams of a model are the same on all workers
-- kinds.fold(workers, x) if is_key(x) else _strong(x)
-+ x if is_key(x) else _strong(x)
+- fold(workers, x) if is_key(x) else strong(x)
++ x if is_key(x) else strong(x)
+
+# training/loss.py: gradients
+= parameters are not cast, and gradients come summed
+- value_and_grad(axes.varying(params, (*axis, *group)), *args, **kwargs)
++ value_and_grad(params, *args, **kwargs)
+
+# training/results.py: map_step contract
+= updates take the place of a momentum that looks alike
+- sorted(_parts(out), key=lambda part: -len(jax.tree.leaves(part[1])))
++ sorted(_parts(out), key=lambda part: len(jax.tree.leaves(part[1])))
 
 # mesh/hosts.py: processes
 = processes that take the same rows may give different ones

@@ -136,7 +136,7 @@ REFUSED = {
     **{
         f"arrays by closure, axes {kind.name}": (
             functools.partial(closes_over, kind), ValueError,
-            "should match the mesh.*An array on the mesh that the loss closes over is to be an argument",
+            "should match the mesh.*An array on the mesh that the step closes over is to be an argument",
         )
         for kind in (AxisType.Auto, AxisType.Explicit)
     },

@@ -115,7 +115,8 @@ def started(axes=None, width=3, tx=None, name="x", workers=None, **options):
     state = lc.init_state(tx, params, workers)
 
     def loss(params, batch, rng):
-        return jnp.mean(batch[name] @ params["v"] + batch[name] @ params["w"]) / 2
+        mean = jnp.mean(batch[name] @ params["v"] + batch[name] @ params["w"]) / 2
+        return mean * batch.get("c", 1.0)
 
     return state, lc.make_train_step(loss, tx, workers, **options)
 
@@ -133,9 +134,13 @@ def rows_fit(folder):
         for _ in range(2):
             with pytest.raises(ValueError, match=re.escape(words)):
                 step(state, {"x": rows[:count]})
-    state, step = started(within)
-    with pytest.raises(ValueError, match=re.escape("batch['x'] has 16 rows and batch['c'] 8")):
-        step(state, {"x": rows, "c": np.ones(4)})
+    for whole, words in [
+        (np.ones(4), "batch['x'] has 16 rows and batch['c'] 8"),
+        (np.float32(me), "different arrays that go whole to each worker, of batch['c']"),
+    ]:
+        state, step = started(within)
+        with pytest.raises(ValueError, match=re.escape(words)):
+            step(state, {"x": rows, "c": whole})
     state, step = started(within)
     with pytest.warns(UserWarning, match="0 and 1 gave the same rows, so the batch has them twice"):
         state, _ = step(state, {"x": ALL[:8]})
@@ -152,7 +157,8 @@ def rows_fit(folder):
     with pytest.raises(ValueError, match=r"rows for each part of the batch, and process . {"):
         step(state, {"x": every if me else rows})
     state, step = started(("fsdp", "data"))
-    assert step(state, {"x": ALL})[1]["loss"] == np.mean(ALL.sum(1))
+    _, metrics = step(state, {"x": ALL, "c": np.float32(2)})
+    assert metrics["loss"] == 2 * np.mean(ALL.sum(1))
 
 
 def other_code(folder):

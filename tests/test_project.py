@@ -64,13 +64,23 @@ def test_the_citation_is_of_this_version_and_says_what_the_readme_says():
 def test_a_renamed_argument_warns_as_the_page_shows_and_no_old_name_is_overdue():
     names = {"warnings": warnings}
     exec(block("../CONTRIBUTING.md", "run: renamed"), names)
-    with pytest.warns(DeprecationWarning, match="workers=, axis= goes in 0.5") as caught:
+    with pytest.warns(DeprecationWarning, match="workers=, axis= goes in 0.6") as caught:
         assert names["vote"](1, axis="data") == names["vote"](1, workers="data")
     assert caught[0].filename == __file__
     now = [int(x) for x in PROJECT["version"].split(".")[:2]]
     sources = "\n".join(path.read_text() for path in (ROOT / "lioncub_jax").rglob("*.py"))
     ends = re.findall(r"\bgoes in (\d+)\.(\d+)", sources)
     assert all(now < [int(x) for x in end] for end in ends)
+
+
+def test_a_name_that_went_says_what_to_write():
+    for module in (lc, lc.training):
+        for name, cure in lc.training.GONE.items():
+            with pytest.raises(AttributeError, match=re.escape(f"has no {name}: {cure}")):
+                getattr(module, name)
+    named = {name for cure in lc.training.GONE.values() for name in re.findall(r"\w+(?=\()", cure)}
+    known = {*lc.__all__, *lc.training.__all__, *lc.mesh.__all__, "Workers"}
+    assert named - known == {"update", "shardings", "device_put", "compiled"}
 
 
 # --- Errors, by their text

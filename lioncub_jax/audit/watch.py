@@ -159,7 +159,7 @@ def look(name: str, texts: list[str], votes: bool) -> None:
         if wrong:
             warnings.warn(wrong, stacklevel=3)
         # By its name one may be in a branch that XLA has made a choice between values of. The branches of
-        # what on_mesh has called are checked.
+        # a mapped step are checked.
         branches = [
             x.collective.gated
             and "cond/branch_" in scopes.BRANCH_BY_COUNT.sub("", x.line)
@@ -330,8 +330,8 @@ def _explained(program: Program, wrong: list[_Sent]) -> str:
         advice.append(
             "an all-reduce: gradients are averaged before the vote. jax.grad of parameters that all "
             "workers share does that, and lax.pmean(grads): take gradients with "
-            "lioncub_jax.worker_value_and_grad (under jit) or local_value_and_grad (in shard_map or "
-            "pmap), and leave lax.pmean out"
+            "lioncub_jax.local_value_and_grad (in shard_map or pmap), or map the whole step, "
+            "lioncub_jax.map_step, and leave lax.pmean out"
         )
     gathers = [x for x in wrong if x.collective.op == "all-gather"]
     entering = []  # arguments of the program, as they are
@@ -350,7 +350,7 @@ def _explained(program: Program, wrong: list[_Sent]) -> str:
             "an all-gather of gradients or momentum, which are [workers, ...]: a constraint or "
             "out_shardings makes them the same for all. A constraint on gradients has the workers' axes in "
             f"front, with_sharding_constraint(grads, P({program.axes[0]!r}, *spec)), or is left out. "
-            "Momentum lies by tx.shardings(params), of the tx that lioncub_jax.on_mesh returned; where "
+            "Momentum lies as init of the optimizer lays it, which has the workers' axes in front; where "
             f"rules say it, give the workers' axis a rule, {(program.axes[0],) * 2}. "
             "lax.all_gather(grads) does it too"
         )

@@ -50,7 +50,7 @@ def check_trained(path: Sequence[Any]) -> None:
         raise ValueError(
             f"the optimizer is given {jax.tree_util.keystr(tuple(path))}, which fp8 layers keep, and whose "
             "gradient is its next value: give it variables['params'] alone, as TrainState of flax does, "
-            "and take gradients with lioncub_jax.worker_value_and_grad, which has that value of all workers"
+            "in a step that lioncub_jax.map_step maps over the workers, which has that value of all of them"
         )
 
 
@@ -79,7 +79,7 @@ def check_local(updates: optax.Updates, axis: Axes) -> None:
         warnings.warn(
             f"the leaves {', '.join(masked[:3])} are masked from the vote, and here (pmap, or "
             "check_vma=False) types do not tell whether their updates are the same for all workers. "
-            "optax.masked gives each worker its own gradient, and parameters drift apart: use on_mesh or "
+            "optax.masked gives each worker its own gradient, and parameters drift apart: use map_step, or "
             "check_vma=True, where that is an error. If optax.partition gives them to global_gradients or "
             "optax.set_to_zero, all is well: filter this warning out",
             stacklevel=2,
@@ -93,9 +93,8 @@ def check_local(updates: optax.Updates, axis: Axes) -> None:
             "precision, or comes from a vote before this one, and there is nothing left to vote on. "
             "In one chain workers vote or average once: leave the others out, or give them other leaves "
             "with optax.partition. If this is the only one, jax.grad has added the gradients of parameters "
-            "that do not vary over the axis: take them with lioncub_jax.local_value_and_grad, or under "
-            "jax.jit with worker_value_and_grad. optax.MultiSteps in a shard_map of yours goes inside of "
-            "lioncub_jax.on_mesh(tx, workers)"
+            "that do not vary over the axis: take them with lioncub_jax.local_value_and_grad, or map the "
+            "whole step, lioncub_jax.map_step(step, workers), where optax.MultiSteps runs too"
         )
 
 
@@ -109,9 +108,8 @@ def check_state(updates: optax.Updates, *kept: optax.Updates) -> None:
             if held == shapes(updates, 1):
                 raise ValueError(
                     f"the state has shape {held[wrong[0]]} for {wrong[0]}, and the gradient "
-                    f"{given[wrong[0]]}: it is of on_mesh(tx).init, with an axis of workers in front. In a "
-                    "shard_map with check_vma=True call lioncub_jax.on_mesh(tx, workers).update, and not "
-                    "tx.update"
+                    f"{given[wrong[0]]}: it is that of all workers, with their axis in front, and a "
+                    "shard_map of yours has one worker's, x[0]. lioncub_jax.map_step does that by itself"
                 )
             raise ValueError(
                 f"the state is of other parameters than the gradients, as {wrong[0]} shows: make it with "
@@ -164,17 +162,6 @@ def _checksum(tree: optax.Params) -> jax.Array:
     """``uint32[]``, of all leaves."""
     each = [jnp.zeros(2, jnp.uint32), *map(checksum, jax.tree.leaves(tree))]
     return checksum(jnp.stack(each))[0]
-
-
-def check_unmasked(params: optax.Params) -> None:
-    """Raises ``ValueError`` where a mask or labels around `on_mesh` keep leaves from it."""
-    masked = masked_leaves(params)
-    if masked:
-        raise ValueError(
-            "on_mesh is inside of optax.masked or optax.partition, which keep the leaf "
-            f"{masked[0]} from it: its gradients stay [workers, ...], and so would "
-            "the parameter be. on_mesh is the outermost: on_mesh(optax.partition(...), workers)"
-        )
 
 
 def masked_leaves(tree: optax.Params) -> list[str]:
@@ -276,7 +263,7 @@ def warn_if_on_several_devices(updates: optax.Updates) -> None:
         warnings.warn(
             f"workers=None is for one device, and the gradients are on several, {dict(mesh.shape)}: "
             "there is no vote, and the compiler averages gradients in full precision. Give "
-            "lioncub_jax.Workers as workers, and run the optimizer through lioncub_jax.on_mesh; one "
+            "lioncub_jax.Workers as workers, and map the step, lioncub_jax.map_step(step, workers); one "
             "worker of several devices is an axis of size 1",
             stacklevel=3,
         )

@@ -426,7 +426,7 @@ def check_dealt(exchange: Exchange, over: Sequence[Collection[str]], num_workers
         if one.rows and inner != {name for cut in one.cuts for name, _ in cut}:
             raise ValueError(
                 f"matrices are cut over {sorted(inner)}, and here types do not say along which of their "
-                "dimensions: run the optimizer through lioncub_jax.on_mesh or make_train_step"
+                "dimensions: run the optimizer in lioncub_jax.map_step or make_train_step"
             )
 
 

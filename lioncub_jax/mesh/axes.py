@@ -61,7 +61,7 @@ def workers_on(axis: Axes) -> int:
         raise ValueError(
             f"workers={unknown!r} is not a mesh axis here: update (and, for state that is sharded "
             "over the workers, init) must run inside jax.shard_map or jax.pmap with that axis; "
-            "lioncub_jax.on_mesh, init_state and make_train_step do so"
+            "lioncub_jax.map_step, init_state and make_train_step do so"
         ) from error
 
 
@@ -84,7 +84,7 @@ def check_bound(axis: Axes, group: Axes = ()) -> None:
             f"each of workers={spelled(axis)!r} has several devices, on the mesh axes {sizes}, and here (a "
             "shard_map with check_vma=False, or a pmap) types do not tell what varies over these axes: "
             "scales and NaN of one device would be unknown to the others of its worker. Run the optimizer "
-            "through lioncub_jax.on_mesh or make_train_step, or give jax.shard_map(..., check_vma=True)"
+            "in lioncub_jax.map_step or make_train_step, or give jax.shard_map(..., check_vma=True)"
         )
 
 

@@ -180,6 +180,14 @@ def is_key(x: object) -> bool:
     return jnp.issubdtype(getattr(x, "dtype", np.void), jax.dtypes.prng_key)
 
 
+def is_raw_key(x: Any) -> bool:
+    """True for what may be a key of ``jax.random.PRNGKey``, an array of words."""
+    if getattr(x, "dtype", None) != np.uint32 or x.ndim != 1:
+        return False
+    words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    return bool(x.shape == words.shape)
+
+
 def key_words(x: jax.Array) -> jax.Array:
     """An array; of random keys their words, ``uint32[..., words]``."""
     return jax.random.key_data(x) if is_key(x) else x

@@ -32,7 +32,6 @@ from lioncub_jax.mesh.specs import (
     product,
     restrict,
     shortened,
-    spec_of,
     specs_of,
 )
 
@@ -166,19 +165,14 @@ class Workers:
         group = "" if self.group is None else f", group={self.group!r}"
         return f"axis={self.axis!r}{group}"
 
-    def param_specs(self, params: optax.Params, specs: Specs, *, needed: bool = True) -> Specs:
-        """Specs of parameters over the inner axes: as given, or as the parameters say themselves.
-
-        Where neither says it, that is an error if it is ``needed``, and else left to the compiler.
-        """
+    def param_specs(self, params: optax.Params, specs: Specs) -> Specs:
+        """Specs of parameters over the inner axes: as given, or as the parameters say themselves."""
         check_arrays(params)
         if specs is None and self._hidden(params):
-            if needed:
-                raise ValueError(
-                    f"how parameters are cut over the Auto axes {self._hidden(params)} cannot be seen "
-                    "inside jax.jit: give on_mesh(..., specs=lioncub_jax.mesh.specs_of(params))"
-                )
-            specs = jax.tree.map(spec_of, params)
+            raise ValueError(
+                f"how parameters are cut over the Auto axes {self._hidden(params)} cannot be seen "
+                "inside jax.jit: call init of the optimizer outside of it, on the parameters"
+            )
         specs = specs_of(params) if specs is None else specs
         return checked(specs, params, self.mesh, self.axes)
 
@@ -240,12 +234,6 @@ class Workers:
         # are the compiler's at the border, and constrained on both sides of it.
         return auto_axes(mapped, axes=shows, out_sharding=self.shardings(out_specs))
 
-    def constrain(self, tree: Any, specs: Specs) -> Any:
-        """Constrains global arrays to their specs."""
-        if not set(self.mesh.auto_axes).intersection(self.inner):
-            return tree  # their types say it, or `map` that they come from
-        return jax.lax.with_sharding_constraint(tree, self.shardings(specs))
-
     def shardings(self, specs: Specs) -> Any:
         """Specs as shardings on the mesh."""
         return jax.tree.map(partial(NamedSharding, self.mesh), specs)
@@ -283,7 +271,7 @@ def check_real(workers: Any) -> None:
     if not isinstance(workers.mesh, Mesh):
         raise ValueError(
             "the workers' mesh is an AbstractMesh, without devices for arrays and steps: give Workers of "
-            "a jax.sharding.Mesh. Shapes alone are made by training.abstract_state and on_mesh"
+            "a jax.sharding.Mesh. Shapes alone are made by training.abstract_state"
         )
 
 
@@ -349,8 +337,7 @@ def check_devices(workers: Workers, **trees: Any) -> None:
             if mesh.explicit_axes and mesh.axis_names != axes:
                 raise ValueError(
                     f"{name} is on a mesh with axes {mesh.axis_names}, and these workers are on one with "
-                    f"{axes}: give one lioncub_jax.Workers to the optimizer, on_mesh and "
-                    "worker_value_and_grad"
+                    f"{axes}: give one lioncub_jax.Workers to the optimizer and to map_step"
                 )
             continue
         sharding = getattr(x, "sharding", None)
@@ -404,8 +391,8 @@ def on_shards(
     if hidden:
         raise ValueError(
             f"axes {hidden} of the mesh are left to the compiler here, which would gather every leaf "
-            "that is cut over them before it is packed: run the optimizer through lioncub_jax.on_mesh "
-            "or make_train_step, or make all axes of your shard_map manual"
+            "that is cut over them before it is packed: give the optimizer lioncub_jax.Workers, and run it "
+            "in map_step or make_train_step; or make all axes of your shard_map manual"
         )
     if not inner:
         return fn(*args)

@@ -146,9 +146,8 @@ def checked(specs: Specs, params: optax.Params, mesh: Mesh, workers: Sequence[st
         if taken := {*axes_in(spec)} & {*workers}:
             raise ValueError(
                 f"{name} of shape {shape} has spec {spec}, but {taken.pop()!r} is an axis of the workers: "
-                "parameters are the same on all workers, and cut over inner axes only. If you did not cut "
-                "it, the optimizer is not in lioncub_jax.on_mesh(tx, workers), and has added the gradients "
-                "of all workers to it; else shard it over an axis that is not the workers'"
+                "parameters are the same on all workers, and cut over inner axes only: shard it over an "
+                "axis that is not the workers'"
             )
         try:
             NamedSharding(mesh, spec).shard_shape(shape)
@@ -250,7 +249,7 @@ def inner(spec: Any) -> Any:
       spec: a ``PartitionSpec``, a ``NamedSharding``, or a ``Mesh`` for the model's own ``jax.shard_map``.
 
     Returns:
-      Inside ``shard_map``, or what `worker_value_and_grad` and `make_train_step` call: the spec (of the
+      Inside ``shard_map``, or what `map_step` and `make_train_step` call: the spec (of the
       sharding) without the axes that are taken, or the mesh of which the rest can be used. Elsewhere what
       was given.
 

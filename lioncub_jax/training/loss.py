@@ -1,39 +1,94 @@
-"""A loss as users write it: its call inside a worker, and checks of its closure and of its results."""
+"""A loss as users write it: its call inside a worker, its results, and each worker's own gradient of it.
+
+``jax.grad`` with respect to replicated parameters returns the gradient already summed over the workers in
+full precision: training works, and nothing is saved. In a mapped step no types tell what varies, so
+gradients are local; in a ``shard_map`` of the caller's parameters are cast to *varying* first.
+"""
 
 import contextlib
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.mesh.hosts import is_key
-from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.specs import axes_in, flax_in_use, spec_of, without
-from lioncub_jax.training import advice
-from lioncub_jax.training.kinds import Loss, is_raw_key
+from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.axes import AxisName
+from lioncub_jax.mesh.placement import Workers, worker_axes
+from lioncub_jax.mesh.specs import flax_in_use, without
+
+Loss: TypeAlias = Callable[..., Any]  # of users, with arguments that they choose
+
+_TAKEN = (
+    "lioncub_jax: the step runs for one worker, where the axes {} of the mesh are taken. Put what the "
+    "model says of the mesh into lioncub_jax.mesh.inner, which takes a NamedSharding too: "
+    "jax.lax.with_sharding_constraint(x, inner(P(...))), jax.shard_map(f, mesh=inner(mesh), "
+    "in_specs=inner(P(...)), out_specs=inner(P(...))); give logical rules around the step, not in it. An "
+    "array on the mesh that the step closes over is to be an argument"
+)
 
 
-def in_worker(loss_fn: Loss) -> Callable[..., Any]:
-    """A loss for one worker: its model may follow flax's logical rules, and errors about meshes have notes.
+def local_value_and_grad(
+    loss_fn: Loss, has_aux: bool = False, *, workers: AxisName | Workers | None
+) -> Callable[..., Any]:
+    """Like ``jax.value_and_grad`` for the first argument, with each worker's own gradient.
+
+    ``jax.grad`` with respect to replicated parameters inside ``shard_map`` returns the gradient
+    already summed over the workers in full precision. Casting the parameters to varying first keeps
+    it local.
+
+    Args:
+      loss_fn: ``(params, ...) -> loss`` or, with ``has_aux``, ``(loss, aux)``.
+      has_aux: as in ``jax.value_and_grad``.
+      workers: a `Workers`, or the name of the axis that your own ``shard_map`` or ``pmap`` binds; None for
+        a single device.
+
+    Returns:
+      A function with the arguments of ``loss_fn`` that returns ``(value, grads)``; both vary over
+      the workers. For use where their axis is bound.
+
+    Example:
+      >>> import jax.numpy as jnp, lioncub_jax as lc
+      >>> grad_fn = lc.local_value_and_grad(lambda w, x: jnp.sum(w * x), workers="data")
+    """
+    axis, group = worker_axes(workers)
+
+    @functools.wraps(loss_fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        out = loss_fn(*args, **kwargs)
+        loss_and_aux(out, has_aux)
+        return out
+
+    value_and_grad = jax.value_and_grad(checked, has_aux=has_aux)
+
+    def local(params: optax.Params, *args: Any, **kwargs: Any) -> Any:
+        return value_and_grad(axes.varying(params, (*axis, *group)), *args, **kwargs)
+
+    return in_worker(local)
+
+
+def in_worker(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A step or a loss for one worker: its model may follow flax's logical rules, and errors have a note.
 
     There the workers' axes are taken: a constraint, a rule or a ``shard_map`` of the model can name the
     inner axes (fsdp, tensor, expert) only.
     """
 
-    @functools.wraps(loss_fn)
+    @functools.wraps(fn)
     def called(*args: Any, **kwargs: Any) -> Any:
-        mesh = jax.sharding.get_abstract_mesh()
-        with _rules_without(mesh.manual_axes):
+        taken = jax.sharding.get_abstract_mesh().manual_axes
+        with _rules_without(taken):
             try:
-                return loss_fn(*args, **kwargs)
+                return fn(*args, **kwargs)
             except Exception as error:
-                advice.add_notes(error, mesh, args[0])
+                # As JAX and flax say that an axis is taken.
+                if any(word in str(error) for word in ("anual", "ontext mesh", "Auto axes")):
+                    error.add_note(_TAKEN.format(taken))
                 raise
 
     return called
@@ -46,8 +101,8 @@ def _rules_without(taken: tuple[str, ...]) -> contextlib.AbstractContextManager[
     from flax import linen
 
     rules = []
-    for name, axes in linen.get_logical_axis_rules():
-        rules.append((name, next(iter(without(P(axes), taken)), None)))
+    for name, cut in linen.get_logical_axis_rules():
+        rules.append((name, next(iter(without(P(cut), taken)), None)))
     return linen.logical_axis_rules(rules)  # type: ignore[no-any-return]
 
 
@@ -77,7 +132,7 @@ def returned(out: Any, *names: str, **defaults: Any) -> tuple[Any, ...]:
         raise TypeError(
             f"the loss returned {len(values) if len(values) > 1 else 'one'} value(s), and ({wanted}) is "
             f"wanted{' or the loss alone' if defaults else ''}: give other values as entries of aux, a "
-            "dict such as {'accuracy': x}, and to worker_value_and_grad has_aux=True with it"
+            "dict such as {'accuracy': x}, and to local_value_and_grad has_aux=True with it"
         )
     loss = values[0]
     number = isinstance(loss, (jax.Array, np.ndarray, np.generic, float)) and not jnp.ndim(loss)
@@ -123,52 +178,3 @@ def _types_of(tree: Any) -> dict[str, str]:
         dtype = getattr(x, "dtype", None) or jnp.result_type(x)
         types[jax.tree_util.keystr(path)] = f"{dtype}{[*jnp.shape(x)]}"
     return types
-
-
-def check_closure(loss_fn: Loss, workers: Workers) -> None:
-    """Checks the arrays that a loss has from around it: all workers would have the whole of each.
-
-    Raises:
-      ValueError: for an array that is cut over the workers, or lies on Explicit axes.
-
-    Warns:
-      UserWarning: for a random key.
-    """
-    for name, value in _closed_over(loss_fn).items():
-        plain = isinstance(value, (jax.Array, np.ndarray, dict, list, tuple))
-        for x in jax.tree.leaves(value) if plain else ():
-            if not isinstance(x, (jax.Array, np.ndarray)):
-                continue
-            if is_key(x) or is_raw_key(x):
-                warnings.warn(
-                    f"the loss closes over the random key {name!r}, so all workers draw the same, such as "
-                    "one dropout mask: give it as an argument of the loss, into which each worker folds "
-                    "its number",
-                    stacklevel=3,
-                )
-            elif isinstance(x, jax.Array) and (
-                jax.typeof(x).sharding.mesh.explicit_axes
-                or set(axes_in(spec_of(x))).intersection(workers.axes)
-            ):
-                raise ValueError(
-                    f"the loss closes over {name!r}, an array of shape {x.shape} that lies on the mesh: "
-                    "give it as an argument of the loss, or as a part of the batch, and its kind in "
-                    "in_kinds: lioncub_jax.Kind.SPLIT for rows of each worker, "
-                    "SHARED for what all need whole"
-                )
-
-
-def _closed_over(loss_fn: Any, within: tuple[Any, ...] = ()) -> dict[str, Any]:
-    """Variables around a function, and around those that it closes over, by name."""
-    if isinstance(loss_fn, functools.partial):
-        given = {f"argument {i}": x for i, x in enumerate(loss_fn.args)} | loss_fn.keywords
-        return given | _closed_over(loss_fn.func)
-    # No function, or a variable that is assigned later.
-    with contextlib.suppress(TypeError, ValueError):
-        has = inspect.getclosurevars(inspect.unwrap(loss_fn))
-        around = {**has.globals, **has.nonlocals}
-        for one in has.nonlocals.values():
-            if inspect.isfunction(one) and one not in within:
-                around = _closed_over(one, (*within, loss_fn)) | around
-        return around
-    return {}

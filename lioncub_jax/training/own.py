@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -12,10 +13,11 @@ from lioncub_jax.exchange import wires
 from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.exchange.holders import exchanging_part, find_holders
 from lioncub_jax.mesh import hosts
+from lioncub_jax.mesh.axes import worker_index
 from lioncub_jax.mesh.hosts import is_key
-from lioncub_jax.mesh.placement import Workers, check_workers
-from lioncub_jax.mesh.specs import shortened, spec_of
-from lioncub_jax.training import graphs, kinds
+from lioncub_jax.mesh.placement import Workers, check_arrays, check_workers
+from lioncub_jax.mesh.specs import axes_in, shortened, spec_of, stacked
+from lioncub_jax.training import graphs
 from lioncub_jax.training.arguments import Own, is_of_optax
 
 
@@ -23,13 +25,17 @@ def own(tree: Any, workers: Workers) -> Own:
     """Gives each worker its own copy of a tree, such as the sums of a loop in front of the optimizer.
 
     Args:
-      tree: of arrays, the same on every process.
+      tree: of arrays and numbers, the same on every process.
       workers: a `Workers`.
 
     Returns:
       A box, a pytree with leaves ``[workers, ...]``, for an argument of a mapped step, in which there is no
       box; the step returns it so. Typed random keys are each worker's own. A worker whose arrays in a box
       are not finite after a step keeps those from before it.
+
+    Raises:
+      TypeError: for what is no array, such as a ``Variable`` of keras: give its ``value``.
+      ValueError: for arrays that are ``[workers, ...]`` on the mesh already.
 
     Example:
       >>> import jax.numpy as jnp, lioncub_jax as lc
@@ -40,20 +46,40 @@ def own(tree: Any, workers: Workers) -> Own:
     Source: this library.
     """
     check_workers(workers)
-    return Own(jax.tree.map(partial(_of_each, workers), tree))
+    return Own(copied_to_each("tree", tree, workers))
 
 
-def _of_each(workers: Workers, x: Any) -> jax.Array:
-    x = jnp.asarray(x) if not isinstance(x, jax.Array) else x
-    spec = shortened(P(workers.axes, *shortened(spec_of(x), workers.inner)))
-    if not isinstance(x, jax.core.Tracer):
-        x = hosts.put(x, workers.shardings(P(*spec[1:])))
-    run = workers.map(partial(_folded, workers), (P(*spec[1:]),), spec, typed=False)
-    return jax.jit(run)(x)  # type: ignore[no-any-return]
+def copied_to_each(name: str, tree: Any, workers: Workers) -> Any:
+    """Arrays ``[workers, ...]``: a copy for each worker, with random keys of its own."""
+    check_arrays(tree, int, float, name=name)
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if not set(workers.axes).isdisjoint(axes_in(spec_of(x))):
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)}, of shape {jnp.shape(x)}, lies over the workers "
+                "already: give each worker its own of it once"
+            )
+    if not jax.tree.leaves(tree):  # JAX would look in vain for an array that tells the mesh
+        return tree
+    specs = jax.tree.map(lambda x: shortened(spec_of(x), workers.inner), tree)
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
+        tree = jax.tree.map(hosts.put, tree, workers.shardings(specs))
+
+    def of_one(tree: Any) -> Any:
+        return jax.tree.map(lambda x: (fold(workers, x) if is_key(x) else strong(x))[None], tree)
+
+    run = workers.map(of_one, (specs,), stacked(specs, workers.axes), typed=False)
+    return jax.jit(run)(tree)
 
 
-def _folded(workers: Workers, x: jax.Array) -> jax.Array:
-    return (kinds.fold(workers, x) if is_key(x) else x)[None]
+def fold(workers: Workers, x: jax.Array) -> jax.Array:
+    """Gives each worker random keys of its own; a raw one stays raw."""
+    fold_in = jnp.vectorize(jax.random.fold_in) if is_key(x) else jax.random.fold_in
+    return fold_in(x, worker_index(workers.axes))
+
+
+def strong(x: jax.Array) -> jax.Array:
+    """The same without a weak type, which a step does not return: it would be compiled twice."""
+    return lax.convert_element_type(x, x.dtype)
 
 
 def prepared(state: Any, workers: Workers) -> Any:

@@ -1,24 +1,21 @@
 """First states of training: parameters, model and optimizer state placed on the mesh."""
 
-from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.exchange.mapped import MappedTransform
 from lioncub_jax.mesh import boxes
-from lioncub_jax.mesh.hosts import check_same, is_key, put
-from lioncub_jax.mesh.placement import Workers, check_arrays, check_real, check_workers
-from lioncub_jax.mesh.specs import Specs, axes_in, axes_of, product, spec_of, specs_of
-from lioncub_jax.training import kinds
-from lioncub_jax.training.modules import check_split, is_module, update_module
+from lioncub_jax.mesh.hosts import check_same, is_key, is_raw_key, put
+from lioncub_jax.mesh.placement import Workers, check_real, check_workers
+from lioncub_jax.mesh.specs import Specs, axes_of, product, spec_of, specs_of
+from lioncub_jax.training.modules import check_split
+from lioncub_jax.training.own import copied_to_each, strong
 from lioncub_jax.training.worker import check_local_steps, per_worker_state
 
 
@@ -97,22 +94,22 @@ def init_state(
     check_real(workers)
     params, param_specs, both = _mapped(tx, params, workers, specs, local)
     rng = jax.random.key(jax.device_put(0)) if rng is None else rng
-    rng = jax.random.wrap_key_data(rng) if kinds.is_raw_key(rng) else rng
+    rng = jax.random.wrap_key_data(rng) if is_raw_key(rng) else rng
     if not is_key(rng) or jnp.shape(rng):
         raise TypeError(
             f"rng is {type(rng).__name__} of shape {jnp.shape(rng)}: give one key, jax.random.key(seed)"
         )
     everywhere = workers.shardings(P())
-    check_same("init_state", {"params": params, "rng": rng}, everywhere)
+    check_same("init_state", {"params": params, "rng": rng, "model_state": model_state}, everywhere)
     # A copy, because the training step donates its state and the caller may still hold the arrays.
     params = jax.tree.map(
-        lambda to, x: _strong(jnp.copy(put(x, to))), workers.shardings(param_specs), params
+        lambda to, x: strong(jnp.copy(put(x, to))), workers.shardings(param_specs), params
     )
     opt_state, local_state = (one.jitted_init(params, param_specs)(params) for one in both)
     return StepState(
         step=put(np.zeros((), np.int32), everywhere),
         params=params,
-        model_state=own_state(model_state, workers),
+        model_state=copied_to_each("model_state", model_state, workers),
         opt_state=opt_state,
         rng=jnp.copy(put(rng, everywhere)),
         local_state=local_state,
@@ -135,108 +132,6 @@ def _mapped(
         workers.param_specs(params, specs),
         [MappedTransform(one, workers) for one in both],
     )
-
-
-def _strong(x: jax.Array) -> jax.Array:
-    """The same without a weak type, which a step does not return: it would be compiled twice."""
-    return lax.convert_element_type(x, x.dtype)
-
-
-def place(model: Any, workers: Workers) -> Any:
-    """Places a model on the mesh, for a training loop of your own; call it before the optimizer is made.
-
-    Parameters lie as they say themselves (sharding metadata), and else whole on each device. All other
-    state, such as batch statistics, becomes ``[workers, ...]``, each worker's own, as by `own_state`.
-
-    Args:
-      model: an ``nnx.Module``, in which the arrays are replaced; or the variables of a flax linen module, a
-        dict with ``"params"``.
-      workers: a `Workers`, on a mesh with Auto or Explicit axes.
-
-    Returns:
-      The module, or new variables. `for_evaluation` is the way back.
-
-    Raises:
-      TypeError: for anything else.
-      ValueError: for a model that was placed before, and as `init_state`.
-
-    Example:
-      >>> import jax, lioncub_jax as lc
-      >>> from flax import nnx
-      >>> model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
-      >>> placed = lc.training.place(model, lc.Workers.one_per_device())
-      >>> placed.mean.shape == (jax.device_count(), 3)
-      True
-
-    Source: this library.
-    """
-    check_real(workers)
-    if is_module(model):
-        return update_module(model, partial(_place_parts, workers))
-    if not isinstance(model, Mapping) or "params" not in model:
-        raise TypeError(
-            f"place is given a {type(model).__name__}: give a flax.nnx.Module, or the variables of a flax "
-            "linen module, model.init(key, x). A tree of parameters goes to jax.device_put, with "
-            "workers.shardings(lioncub_jax.mesh.specs_of(params)), and other state to training.own_state"
-        )
-    rest = {name: part for name, part in model.items() if name != "params"}
-    params, _, rest = _place_parts(workers, model["params"], (), rest)
-    return {"params": params, **rest}
-
-
-def _place_parts(
-    workers: Workers, params: optax.Params, shared: Any, rest: Any
-) -> tuple[Any, Any, Any]:
-    """Parameters by their specs, what is whole on each device, and what is each worker's own."""
-    bare, everywhere = boxes.opened(params), workers.shardings(P())
-    shardings = workers.shardings(workers.param_specs(bare, specs_of(params)))
-    check_same("place", (bare, shared), everywhere)
-    leaves, structure = jax.tree.flatten(params)
-    placed = [put(x, to) for x, to in zip(leaves, jax.tree.leaves(shardings), strict=True)]
-    shared = jax.tree.map(lambda x: put(x, everywhere), shared)
-    return jax.tree.unflatten(structure, placed), shared, own_state(rest, workers)
-
-
-def own_state(model_state: Any, workers: Workers) -> Any:
-    """Copies a model state for each worker, for a training loop of your own; `init_state` does it itself.
-
-    Args:
-      model_state: a tree of arrays, such as batch statistics, the same on every process.
-      workers: a `Workers`.
-
-    Returns:
-      The tree with leaves ``[workers, ...]`` on the mesh; typed random keys are each worker's own.
-
-    Raises:
-      TypeError: for what is no array, such as a ``Variable`` of keras: give its ``value``.
-      ValueError: for arrays that are ``[workers, ...]`` on the mesh already.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, lioncub_jax as lc
-      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> lc.training.own_state({"mean": jnp.ones(3)}, lc.Workers(mesh, "data"))["mean"].shape
-      (1, 3)
-
-    Source: this library.
-    """
-
-    def own(model_state: Any) -> Any:
-        return jax.tree.map(
-            lambda x: (kinds.fold(workers, x) if is_key(x) else _strong(x))[None], model_state
-        )
-
-    check_arrays(model_state, int, float, name="model_state")
-    for path, x in jax.tree_util.tree_leaves_with_path(model_state):
-        if set(workers.axes).intersection(axes_in(spec_of(x))):
-            raise ValueError(
-                f"model_state{jax.tree_util.keystr(path)}, of shape {jnp.shape(x)}, lies over the workers "
-                "already: place a model, or give its state to own_state, once"
-            )
-    everywhere = workers.shardings(P())
-    check_same("own_state", model_state, everywhere)
-    placed = jax.tree.map(lambda x: put(x, everywhere), model_state)
-    run = workers.map(own, (P(),), P(workers.axes), typed=False)
-    return jax.jit(run)(placed)
 
 
 def abstract_state(
@@ -302,16 +197,14 @@ def check_state(
     specs = workers.param_specs(state.params, jax.tree.map(spec_of, state.params))
     for name, one in (("opt_state", tx), ("local_state", per_worker_state(local, workers))):
         layout = MappedTransform(one, workers).layout(state.params, specs)
-        check_layout(getattr(state, name), layout.specs, workers, name=name)
+        check_layout(getattr(state, name), layout.specs, workers, name)
 
 
 def check_layout(
     state: optax.OptState,
     specs: Specs,
     workers: Workers,
-    *,
-    name: str = "state",
-    in_worker: bool = False,
+    name: str,
 ) -> None:
     """Raises ``ValueError`` for the state of another optimizer, or of other workers."""
     advice = (
@@ -327,7 +220,7 @@ def check_layout(
         if not workers.stacks(spec):
             continue
         # A slice that is the same for all owners differs over the devices of a group only.
-        holders = 1 if in_worker else product(workers.mesh.shape, axes_of(spec[0]))
+        holders = product(workers.mesh.shape, axes_of(spec[0]))
         for x in jax.tree.leaves(part):
             if jnp.shape(x)[:1] != (holders,):
                 raise ValueError(

@@ -14,9 +14,7 @@ from lioncub_jax.exchange.sync import SyncState
 from lioncub_jax.exchange.transform import CommunicateState, VoteCounts
 from lioncub_jax.mesh.boxes import find_nodes
 from lioncub_jax.mesh.hosts import is_key
-from lioncub_jax.mesh.placement import Static, Workers, check_alive
-from lioncub_jax.training.modules import is_module, update_module
-from lioncub_jax.training.state import StepState
+from lioncub_jax.mesh.placement import Static, check_alive
 
 
 def metrics(state: optax.OptState) -> dict[str, jax.Array]:
@@ -181,58 +179,6 @@ def mean_model_state(state: Any) -> Any:
                 "give a StepState, or the model_state that is in one"
             )
     return jax.tree.map(_mean, tree)
-
-
-def for_evaluation(model: Any, workers: Workers, trained: Any = None) -> Any:
-    """Copies an ``nnx.Module`` for evaluation: what each worker has for itself is averaged.
-
-    Args:
-      model: the module: one that `place` has placed, or that was given to `from_nnx`.
-      workers: a `Workers`.
-      trained: parameters for the copy, such as their moving average; or the `StepState` of
-        `make_train_step`, of which the copy has parameters and model state; None for the module's own.
-
-    Returns:
-      A copy of the module after ``eval()``: batch statistics are `mean_model_state` of the workers', the
-      same on all devices. The module stays as it is.
-
-    Raises:
-      TypeError: for anything but an nnx module.
-      ValueError: for batch statistics without the leading ``[workers]`` axis.
-
-    Example:
-      >>> import lioncub_jax as lc
-      >>> from flax import nnx
-      >>> workers, model = lc.Workers.one_per_device(), nnx.BatchNorm(3, rngs=nnx.Rngs(0))
-      >>> lc.training.for_evaluation(lc.training.place(model, workers), workers).mean.shape
-      (3,)
-
-    Source: this library.
-    """
-    if not is_module(model):
-        raise TypeError(
-            f"for_evaluation is given a {type(model).__name__}: give a flax.nnx.Module; of other models "
-            "evaluate the parameters with training.mean_model_state(model_state)"
-        )
-
-    def averaged(params: Any, streams: Any, rest: Any) -> tuple[Any, ...]:
-        if isinstance(trained, StepState):
-            return trained.params, mean_model_state(trained)
-        for path, x in jax.tree_util.tree_leaves_with_path(rest):
-            if x.shape[:1] != (workers.count,):
-                raise ValueError(
-                    f"{jax.tree_util.keystr(path)} of the module has shape {x.shape}, without the leading "
-                    f"axis of {workers.count} workers: call lioncub_jax.training.place(model, workers) "
-                    "before training; or give the StepState of make_train_step, for_evaluation(model, "
-                    "workers, state)"
-                )
-        return params if trained is None else trained, streams, mean_model_state(rest)
-
-    from flax import nnx  # in use, for the model is of it
-
-    copy = update_module(nnx.clone(model), averaged)
-    copy.eval()
-    return copy
 
 
 @jax.jit

@@ -22,7 +22,7 @@ from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.hosts import Batches, is_key
 from lioncub_jax.mesh.placement import Workers, check_alive, check_devices, check_real
 from lioncub_jax.mesh.specs import check_batch_spec
-from lioncub_jax.training.kinds import Loss
+from lioncub_jax.training.loss import Loss
 from lioncub_jax.training.map_step import MappedStep
 from lioncub_jax.training.state import StepState, check_state
 from lioncub_jax.training.worker import (

@@ -18,7 +18,7 @@ from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.training import loss as losses
 from lioncub_jax.training.arguments import Own
-from lioncub_jax.training.kinds import Loss
+from lioncub_jax.training.loss import Loss
 
 _PLAIN = "give a plain optax transform, such as optax.adamw(1e-3)"
 
