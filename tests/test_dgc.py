@@ -59,18 +59,19 @@ def test_each_stage_of_a_warm_up_has_an_all_gather_of_its_own():
 
 
 def traced(make, size, cut=1):
-    """The update of one leaf, by shape only."""
+    """The shapes that an update of one leaf returns."""
     workers = workers_on(f"data=2 tensor={cut}")
     tx, lies = make(1.0, workers=workers), workers.shardings(P("tensor" if cut == 2 else None))
     params = {"w": jax.ShapeDtypeStruct((size,), jnp.float32, sharding=lies)}
     grads = {"w": jax.ShapeDtypeStruct((2, size), jnp.float32)}
     state = lc.training.abstract_state(tx, params, workers).opt_state
-    return update_of(tx, workers).lower(grads, state, params).out_info[0]
+    made = update_of(tx, workers).lower(grads, state, params).out_info
+    return {x.shape for x in jax.tree.leaves(made)}
 
 
 def test_leaves_that_no_index_reaches_are_refused():
     with refused("shape (2147483648,)", "fewer than 2**31", "inner mesh axes"):
         traced(dgc, 2**31)
-    assert traced(dgc, 2**31, 2).shape == (2**31,)
+    assert (2**31,) in traced(dgc, 2**31, 2)
     # One that counts the elements of a whole leaf.
-    assert traced(baselines.terngrad, 2**32, 2).shape == (2**32,)
+    assert (2**32,) in traced(baselines.terngrad, 2**32, 2)

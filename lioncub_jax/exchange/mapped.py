@@ -121,12 +121,11 @@ def on_workers(
     ) -> tuple[optax.Updates, Any]:
         if checks.proven.get() and "value" in extra and not {"abstain", "diverged"} & set(extra):
             extra["diverged"] = ~jnp.all(jnp.isfinite(extra["value"]))
-        boxed: Any = jax.tree.structure(state)
-        if any(map(boxes.is_linen_box, boxes.find_boxes(updates))):
-            # The state's boxes have names of workers in front, and here it is one worker's.
-            state = boxes.boxed_like(jax.eval_shape(tx.init, updates), state)
-        updates, state = tx.update(_marked(updates), state, params, **extra)
-        return updates, jax.tree.unflatten(boxed, jax.tree.leaves(state))
+        boxed: Any = jax.tree.structure((updates, state))
+        # The state's boxes have names of workers in front, and here it is one worker's.
+        updates, state, params = map(boxes.opened, (updates, state, params))
+        results = tx.update(_marked(updates), state, params, **extra)
+        return boxed.unflatten(jax.tree.leaves(results))  # type: ignore[no-any-return]
 
     everywhere = optax.GradientTransformationExtraArgs(init, update)
     return everywhere

@@ -110,7 +110,13 @@ def declared(params: optax.Params) -> Specs | None:
     from flax import linen, nnx
 
     if isinstance(params, nnx.State) and not any(map(_knows, jax.tree.leaves(params))):
-        return nnx.get_partition_spec(params)
+        # What optax masks is a variable of no array, and has no spec.
+        return jax.tree.map(
+            lambda x, spec: spec if jax.tree.leaves(x) else x,
+            params,
+            nnx.get_partition_spec(params),
+            is_leaf=lambda x: isinstance(x, nnx.Variable),
+        )
     boxes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, linen.Partitioned))
     if not any(isinstance(x, linen.Partitioned) for x in boxes):
         return None

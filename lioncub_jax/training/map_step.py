@@ -269,6 +269,11 @@ class Program:
         self.specs = [x.spec for x in self.arguments.leaves]
         shapes = [x.shape for x in self.arguments.leaves]
         closed, self.results = self._traced(shapes)
+        if len(closed.jaxpr.invars) != len(shapes):
+            raise ValueError(
+                "the step closes over an array of the jax.jit around it, such as a batch, and all workers "
+                "would have the whole of it: give it as an argument"
+            )
         self.closed = differ.without_axes(closed, self.workers.axes)
         check_closure(self.closed, self.workers)
         self.keys = typed_keys(self.arguments.leaves)
