@@ -629,6 +629,29 @@ def test_a_step_of_flax_is_compiled_once_though_its_counter_begins_off_the_mesh(
 # --- What real trainers hold
 
 
+@jax.tree_util.register_pytree_node_class
+class Scale:
+    """A class whose constructor wants an array, and as JAX advises lets its bare objects pass."""
+
+    def __init__(self, value):
+        assert type(value) is object or jnp.issubdtype(value.dtype, jnp.floating)
+        self.value = value
+
+    def tree_flatten(self):
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_a_class_that_wants_arrays_is_state_and_result():
+    step = lc.map_step(lambda scale, rows: (Scale(scale.value * 2), Scale(rows.mean())), WORKERS())
+    scale, mean = step(Scale(jnp.ones(())), BATCH[0])
+    assert float(scale.value) == 2
+    assert_same(mean.value, BATCH[0].mean(), rtol=1e-5)
+
+
 def test_a_key_that_a_step_makes_of_a_seed_is_warned_of_and_can_be_folded():
     """As Kauldron's: of a constant and the count of steps, so that all workers drop out alike."""
 

@@ -49,20 +49,6 @@ def opened(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.value if is_linen_box(x) else x, tree, is_leaf=is_linen_box)
 
 
-def boxed_like(like: Any, tree: Any) -> Any:
-    """The arrays of a tree in the boxes of another one; trees that differ in more stay as they are."""
-    wanted: Any = jax.tree.structure(like)
-    leaves = jax.tree.leaves(tree)
-    bare: Any = jax.tree.structure(like, is_leaf=_is_place)
-    if jax.tree.structure(tree, is_leaf=_is_place) != bare or len(leaves) != wanted.num_leaves:
-        return tree
-    return jax.tree.unflatten(wanted, leaves)
-
-
-def _is_place(x: object) -> bool:
-    return x is None or is_box(x)
-
-
 def named(
     state: optax.OptState, specs: Specs, params: optax.Params, workers: Workers
 ) -> optax.OptState:

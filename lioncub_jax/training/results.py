@@ -35,16 +35,23 @@ class Result(NamedTuple):
     kind: str = ""
 
 
-class _Slot(NamedTuple):
-    place: int
+class _Slots(dict[object, int]):
+    """Places of arrays, by the bare objects that stand for them in a tree.
+
+    JAX itself puts such objects into trees, so constructors of foreign classes let them pass.
+    """
+
+    def new(self, place: int) -> object:
+        slot = object()
+        self[slot] = place
+        return slot
+
+    def has(self, x: object) -> bool:
+        return type(x) is object and x in self
 
 
 class _Fixed(NamedTuple):
     value: Any
-
-
-def _is_slot(x: object) -> bool:
-    return isinstance(x, _Slot)
 
 
 class Results:
@@ -57,20 +64,22 @@ class Results:
 
     def __init__(self, arguments: Arguments, nodes: list[Any], out: Any):
         self.arrays, self.each = list[Any](), list[Result]()
-        self._arguments, self._template = arguments, None
+        self._arguments, self._slots = arguments, _Slots()
+        self._template: tuple[list[Any], Any] | None = None
         self._state_tree: Any = None
         self._is_graph = bool(arguments.graph) and graphs.is_graph(out)
         if arguments.graph:
             self._add_state(nodes, out if self._is_graph else ())
         if not self._is_graph:
             template = _Matching(arguments, self._add).of(out)
-            is_leaf = (_Slot, _Fixed)
-            self._template = jax.tree.flatten(template, is_leaf=lambda x: isinstance(x, is_leaf))
+            leaves, tree = jax.tree.flatten(template, is_leaf=lambda x: isinstance(x, _Fixed))
+            places = [x if isinstance(x, _Fixed) else self._slots[x] for x in leaves]
+            self._template = places, tree
 
-    def _add(self, x: Any, result: Result) -> _Slot:
+    def _add(self, x: Any, result: Result) -> object:
         self.arrays.append(jnp.asarray(x))
         self.each.append(result)
-        return _Slot(len(self.each) - 1)
+        return self._slots.new(len(self.each) - 1)
 
     def _add_state(self, nodes: list[Any], out: Any) -> None:
         """Adds the variables of the modules that the step was given, and of those that it returns."""
@@ -97,16 +106,17 @@ class Results:
             return out
         tree: Any
         leaves, tree = self._template
-        return tree.unflatten([arrays[x.place] if type(x) is _Slot else x.value for x in leaves])
+        return tree.unflatten([x.value if isinstance(x, _Fixed) else arrays[x] for x in leaves])
 
 
 class _Matching:
     """Finds the parts of a result that go on from an argument, by structure, shapes and dtypes."""
 
-    def __init__(self, arguments: Arguments, add: Callable[[Any, Result], _Slot]):
+    def __init__(self, arguments: Arguments, add: Callable[[Any, Result], object]):
         self._arguments, self._add, self._taken = arguments, add, set[int]()
+        self._slots = _Slots()
         self._offered: dict[Any, list[tuple[Any, list[Any]]]] = {}
-        plain, _ = arguments.with_statics([_Slot(i) for i in range(len(arguments.leaves))])
+        plain, _ = arguments.with_statics(list(map(self._slots.new, range(len(arguments.leaves)))))
         for argument in plain:
             self._offer(argument, is_argument=True)
 
@@ -115,30 +125,29 @@ class _Matching:
 
         A number, or an array in something, is too like others; a key is not, nor an argument.
         """
-        leaves, tree = jax.tree.flatten(opened(node), is_leaf=_is_slot)
-        is_known = not _is_slot(node) or self._is_known(node, is_argument)
-        if is_known and any(map(_is_slot, leaves)):
-            kinds = tuple([self._kind_before(x) if _is_slot(x) else as_static(x) for x in leaves])
+        is_slot = self._slots.has
+        leaves, tree = jax.tree.flatten(opened(node))
+        is_known = not is_slot(node) or self._is_known(node, is_argument)
+        if is_known and any(map(is_slot, leaves)):
+            kinds = tuple([self._kind_before(x) if is_slot(x) else as_static(x) for x in leaves])
             self._offered.setdefault((tree, kinds), []).append((node, leaves))
-        for part in (
-            () if _is_slot(node) else jax.tree.leaves(node, is_leaf=lambda x: x is not node)
-        ):
+        for part in () if is_slot(node) else jax.tree.leaves(node, is_leaf=lambda x: x is not node):
             if part is not node:
                 self._offer(part)
 
-    def _is_known(self, slot: _Slot, is_argument: bool) -> bool:
-        shape = self._arguments.leaves[slot.place].shape
+    def _is_known(self, slot: object, is_argument: bool) -> bool:
+        shape = self._arguments.leaves[self._slots[slot]].shape
         return is_key(shape) or (shape.ndim > 0 and (is_argument or shape.dtype == np.uint32))
 
-    def _kind_before(self, slot: _Slot) -> Any:
-        leaf = self._arguments.leaves[slot.place]
+    def _kind_before(self, slot: object) -> Any:
+        leaf = self._arguments.leaves[self._slots[slot]]
         shape = list(leaf.shape.shape)
         if leaf.role is Role.ROWS:
             shape[leaf.dim] //= self._arguments.workers.count
         return tuple(shape[leaf.role is Role.OWN :]), leaf.shape.dtype
 
     def of(self, out: Any) -> Any:
-        """The result with a `_Slot` for each array.
+        """The result with a slot for each array.
 
         The largest parts are matched first: updates may look like momentum, which is a part of a state.
         """
@@ -155,11 +164,11 @@ class _Matching:
         leaves, tree = jax.tree.flatten(node)
         kinds = tuple([(jnp.shape(x), x.dtype) if is_array(x) else as_static(x) for x in leaves])
         for outside, before in self._offered.get((tree, kinds), ()):
-            places = [x.place for x in before if isinstance(x, _Slot)]
+            places = [self._slots[x] for x in before if self._slots.has(x)]
             if self._taken.isdisjoint(places):
                 self._taken.update(places)
                 slots = [self._slot(x, at) for x, at in zip(leaves, before, strict=True)]
-                held: Any = jax.tree.structure(outside, is_leaf=_is_slot)
+                held: Any = jax.tree.structure(outside)
                 return held.unflatten(slots)
         return None
 
@@ -177,10 +186,11 @@ class _Matching:
         return tree.unflatten([self._filled(x, (*path, *rest), found) for rest, x in parts])
 
     def _slot(self, x: Any, at: Any) -> Any:
-        if not isinstance(at, _Slot):
+        if not self._slots.has(at):
             return _Fixed(x)
-        leaf = self._arguments.leaves[at.place]
-        return self._add(x, Result(leaf.name, at.place, leaf.kind))
+        place = self._slots[at]
+        leaf = self._arguments.leaves[place]
+        return self._add(x, Result(leaf.name, place, leaf.kind))
 
 
 def _parts(tree: Any, path: Any = ()) -> Iterator[tuple[Any, Any]]:
@@ -395,4 +405,5 @@ def _words(name: str) -> set[str]:
 
 
 def _last_word(name: str) -> str:
-    return re.findall(r"\w+", name)[-1]
+    """The last key or attribute in a name, else that of the argument: no index, as of a list."""
+    return str(re.findall(r"[A-Za-z_]\w*", re.sub("<.*?>", "", name))[-1])
