@@ -28,11 +28,6 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.M)
 # "#" a file of lioncub_jax or benchmarks, and words in the names of tests that should see its mistakes;
 # "=" what is wrong; "-" the code, which stands there once; "+" the mistake, nothing where code is left out.
 MUTANTS = r"""
-# exchange/step.py: reference optimizer chains contract
-= the error of a worker that abstains is forgotten
-- store(plan, piece, own.error, new_error,
-+ store(plan, piece, 0 * new_error, new_error,
-
 # exchange/transform.py: reference optimizer chains contract
 = an owner's counter moves although no worker takes part
 - n if n.ndim else jnp.where(present > 0, n, o)
@@ -70,6 +65,10 @@ MUTANTS = r"""
 +         return jnp.sign(x)
 
 # exchange/pieces.py: reference optimizer chains contract quantize
+= the error of a worker that abstains is forgotten
+- error = xla.chosen(participates, new, old, error,
++ error = xla.chosen(participates, new, old, 0 * error,
+
 = a share of the error is to come back, and all of it does
 - error if codec.keep == 1 else codec.keep * error
 + error
@@ -143,16 +142,55 @@ MUTANTS = r"""
 + jnp.isfinite(mean)
 
 = padding is a vote of its row, and has momentum
-- valid &= layout.real_elements(row_sizes)
+- known &= layout.real_elements(row_sizes)
 + pass
 
 = an owner forgets what it owes where nobody came
-- new_error = jnp.where(valid, new_error, error)
+- new_error = jnp.where(jnp.isnan(u), error, new_error)
 + pass
 
 = values of a worker that abstains come into the mean
-- values = jnp.where(participates > 0, values, 0)
-+ values = jnp.where(participates >= 0, values, 0)
+- jnp.where(participates[worker], decode(codes(worker), scales), 0)
++ decode(codes(worker), scales)
+
+# exchange/dealing.py: muon contract
+= a matrix goes to the owner with the most work
+- heapq.heapreplace(heap, (load + kind.work, owner))
++ heapq.heapreplace(heap, (load - kind.work, owner))
+
+= matrices are taken by the order of their elements, whatever their dimension numbers
+- flat[k] = leaves[i].transpose(one.order).reshape(-1)
++ flat[k] = leaves[i].reshape(-1)
+
+= a row of which a device has a part has no padding
+- own = jnp.tile(jnp.clip(run.size - own * ROW, 0, ROW), run.number)
++ own = jnp.tile(jnp.full_like(own, ROW), run.number)
+
+= devices are owners of whole matrices even where that sends twice the bytes
+- devices * whole.rows <= WORTH * shared.rows
++ devices * whole.rows <= 9 * shared.rows
+
+# exchange/matrices.py: muon contract
+= the momentum of a matrix moves where its mean is not known
+- jnp.where(known, saturated(n, rows.dtype), o)
++ saturated(n, rows.dtype)
+
+= embeddings in the holes are taken for parts of matrices
+- jnp.where(known & of_matrix, mean, jnp.nan)
++ jnp.where(known, mean, jnp.nan)
+
+= an owner takes the matrices of another
+- owners = worker * each + jnp.arange(each, dtype=jnp.int32)
++ owners = jnp.arange(each, dtype=jnp.int32)
+
+# checkpoint/rows.py: muon
+= momentum that lies whole on a device is read as if its devices shared it
+- x = matrices.in_place(self._to_owners(x), self.deal
++ x = matrices.in_place(x, self.deal
+
+= the slices of embeddings are saved among the matrices
+- (x[0] in mixed) == (part == "matrices")
++ (x[0] in mixed) != (part == "matrices")
 
 # exchange/quantize.py: quantize reference sharding
 = a row of zeros votes if codes have several bits

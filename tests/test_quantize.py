@@ -46,7 +46,7 @@ def encode(quantizer, x, step, worker, *, workers):
     sent = None if message.scales is None else message.scales.reshape(parts.shape[:2])
     values = None
     if codec.decode is not None:
-        values = codec.decode(planes, sent, parts.shape[1], stored=False).reshape(-1, 128)
+        values = codec.decode(codec.unpack_each(planes, parts.shape[1])(...), sent).reshape(-1, 128)
     voted = message.voted
     if voted is not None:
         voted = bits.unpack_rows(voted.reshape(len(parts), -1), parts.shape[1]).reshape(-1)

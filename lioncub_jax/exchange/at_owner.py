@@ -1,6 +1,5 @@
 """An optimizer at the owner of a chunk: it decodes values, averages them, and encodes the result."""
 
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from lioncub_jax.exchange import bits, kernels, layout, quantize, rotation, traced, xla
+from lioncub_jax.exchange import bits, layout, quantize, rotation, traced, xla
 from lioncub_jax.exchange.arguments import check_floating, check_kinds, part
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.dealing import Deal
@@ -51,8 +50,8 @@ class ReplyCodec(NamedTuple):
 
     Attributes:
       name: for errors and reports.
-      encode: ``(u, valid, DecideContext, BucketStats, error) -> (Reply, error)`` of ``float32[rows, 128]``,
-        which mean nothing where they are not ``valid``.
+      encode: ``(u, DecideContext, BucketStats, error) -> (Reply, error)`` of ``float32[rows, 128]``, NaN
+        where nothing is known.
       decode: ``(planes, row_data, num_rows) -> [chunks, rows, 128]``, int32 or float32.
       size: ``num_rows -> Size`` of a reply about one chunk.
       local_update: the update of a single worker, which needs no codes: the sign, or the value itself.
@@ -107,33 +106,17 @@ class AtOwner(Decision):
         mean = mean_of_values(received, context).reshape(-1, ROW)
         if context.codec.rotates:
             mean = rotation.undone(mean, context.num_steps)
-        u, valid, inner = self.run(
-            mean, received.present, context.row_sizes, context.place, state.inner
-        )
+        known = known_elements(mean, received.present, context.row_sizes)
+        u, inner = self.run(mean, known, context.place, state.inner)
         stats = BucketStats(jnp.uint32(0), (), received.present)
-        reply, error = self.codec.encode(u, valid, context, stats, state.error)
+        reply, error = self.codec.encode(u, context, stats, state.error)
         return reply, OwnerState(inner, error)
 
     def run(
-        self,
-        mean: jax.Array,
-        present: jax.Array,
-        row_sizes: jax.Array | None,
-        place: Place,
-        state: optax.OptState,
-    ) -> tuple[jax.Array, jax.Array, optax.OptState]:
-        """``u`` in float32, the elements where it is valid, and the next state of ``tx``."""
-        valid = jnp.isfinite(mean) & (present > 0)
-        if row_sizes is not None:  # else padding moves its row, and a checkpoint loses it
-            valid &= layout.real_elements(row_sizes)
-        u, new = self.transformed(mean, valid, place, state)
-        return u, valid, new
-
-    def transformed(
-        self, mean: jax.Array, valid: jax.Array, place: Place, state: optax.OptState
+        self, mean: jax.Array, known: jax.Array, place: Place, state: optax.OptState
     ) -> tuple[jax.Array, optax.OptState]:
-        """``u`` in float32 and the next state, which stays where the mean is not valid."""
-        return elementwise(self.tx, mean, valid, state)
+        """``u`` in float32, NaN where the mean is not known, and the next state, which stays there."""
+        return elementwise(self.tx, mean, known, state)
 
     def decode(
         self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
@@ -158,29 +141,41 @@ class AtOwner(Decision):
         state: OwnerState,
     ) -> tuple[jax.Array, OwnerState]:
         """``u`` of a single worker, ``float32[rows, 128]``, plus the error of earlier replies."""
-        u, valid, inner = self.run(mean * share(present), present, row_sizes, place, state.inner)
+        mean = mean * share(present)
+        u, inner = self.run(mean, known_elements(mean, present, row_sizes), place, state.inner)
+        known = ~jnp.isnan(u)
         if not jax.tree.leaves(state.error):
-            return jnp.where(valid, u, 0), OwnerState(inner, ())
-        u = jnp.where(valid, u + state.error.astype(jnp.float32), 0)
-        return u, OwnerState(inner, jnp.where(valid, 0, state.error))
+            return jnp.where(known, u, 0), OwnerState(inner, ())
+        u = jnp.where(known, u + state.error.astype(jnp.float32), 0)
+        return u, OwnerState(inner, jnp.where(known, 0, state.error))
+
+
+def known_elements(mean: jax.Array, present: jax.Array, row_sizes: jax.Array | None) -> jax.Array:
+    """``bool[rows, 128]``: elements of which there is a finite mean, padding left out."""
+    known = jnp.isfinite(mean) & (present > 0)
+    if row_sizes is not None:  # else padding moves its row, and a checkpoint loses it
+        known &= layout.real_elements(row_sizes)
+    return known
 
 
 def mean_of_values(received: Inbox | Sums, context: DecideContext) -> jax.Array:
     """``mean_i dequantize(q_i)`` over the workers that participate: ``float32[chunks, rows, 128]``."""
     if isinstance(received, Sums):
         return received.sums * share(received.present)
-    assert context.codec.decode is not None
-    num_rows = context.format.num_rows
-    values = context.codec.decode(received.planes, received.scales, num_rows, stored=False)
-    participates = received.participates[:, None, None, None]
-    values = jnp.where(participates > 0, values, 0)
-    if kernels.for_tpu():  # XLA for TPU fuses what it computes with a reduction of one array only
-        return jnp.sum(values, 0) * share(received.present)
-    counted = jnp.broadcast_to(participates, values.shape)
-    # One reduction of both: nothing is decoded twice, and no decoded array is kept, as XLA for CPU keeps
-    # what it only adds.
-    sums, present = xla.reduced([operator.add] * 2, [values, counted], 0)
-    return jnp.where(present > 0, sums * share(received.present), 0)
+    decode, participates = context.codec.decode, received.participates[:, None, None, None] > 0
+    assert decode is not None
+    codes = context.codec.unpack_each(received.planes, context.format.num_rows)
+
+    def values(worker: Any) -> jax.Array:
+        scales = None if received.scales is None else received.scales[worker]
+        return jnp.where(participates[worker], decode(codes(worker), scales), 0)
+
+    return xla.sum_of(values, len(participates)) * share(received.present)
+
+
+def zero_unknown(u: jax.Array) -> jax.Array:
+    """Zeros in place of NaN."""
+    return jnp.where(jnp.isnan(u), 0, u)
 
 
 def share(present: jax.Array) -> jax.Array:
@@ -191,11 +186,12 @@ def share(present: jax.Array) -> jax.Array:
 
 
 def elementwise(
-    tx: optax.GradientTransformation, mean: jax.Array, valid: jax.Array, state: optax.OptState
+    tx: optax.GradientTransformation, mean: jax.Array, known: jax.Array, state: optax.OptState
 ) -> tuple[jax.Array, optax.OptState]:
-    """``tx`` of the rows of a chunk, ``u`` in float32; its state stays where they are not valid."""
-    u, new = tx.update(jnp.where(valid, mean, 0), jax.tree.map(widened, state))
-    return u.astype(jnp.float32), _where_valid(valid, new, state)
+    """``tx`` of rows: ``u`` in float32, NaN where they are not known, and the state, which stays there."""
+    u, new = tx.update(jnp.where(known, mean, 0), jax.tree.map(widened, state))
+    u = jnp.where(known, u.astype(jnp.float32), jnp.nan)
+    return u, _where_known(xla.behind(known, u), new, state)
 
 
 def widened(x: jax.Array) -> jax.Array:
@@ -203,8 +199,8 @@ def widened(x: jax.Array) -> jax.Array:
     return at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _where_valid(valid: jax.Array, new: optax.OptState, old: optax.OptState) -> optax.OptState:
-    """The new state where means are valid, the old one elsewhere; `transform.next_state` has counters.
+def _where_known(known: jax.Array, new: optax.OptState, old: optax.OptState) -> optax.OptState:
+    """The new state where means are known, the old one elsewhere; `transform.next_state` has counters.
 
     An infinity is stored as the largest finite number: it would stay forever.
     """
@@ -213,7 +209,7 @@ def _where_valid(valid: jax.Array, new: optax.OptState, old: optax.OptState) -> 
         if jnp.issubdtype(n.dtype, jnp.floating):
             largest = float(jnp.finfo(o.dtype).max)
             n = jnp.clip(n, -largest, largest).astype(o.dtype)
-        return jnp.where(valid, n, o) if n.shape == valid.shape else n
+        return jnp.where(known, n, o) if n.shape == known.shape else n
 
     return jax.tree.map(leaf, new, old)
 
@@ -258,9 +254,9 @@ def sign() -> ReplyCodec:
     """
 
     def encode(
-        u: jax.Array, valid: jax.Array, context: DecideContext, stats: BucketStats, error: tuple[()]
+        u: jax.Array, context: DecideContext, stats: BucketStats, error: tuple[()]
     ) -> tuple[Reply, tuple[()]]:
-        u = context.in_chunks(jnp.where(valid, u, 0))
+        u = context.in_chunks(zero_unknown(u))
         fields = (u > 0).astype(jnp.uint32) | ((u != 0).astype(jnp.uint32) << 1)
         positive, marks = bits.pack(fields, 2)
         moved = bits.any_in_rows(marks, context.format.num_rows)
@@ -285,9 +281,9 @@ def values() -> ReplyCodec:
     """
 
     def encode(
-        u: jax.Array, valid: jax.Array, context: DecideContext, stats: BucketStats, error: tuple[()]
+        u: jax.Array, context: DecideContext, stats: BucketStats, error: tuple[()]
     ) -> tuple[Reply, tuple[()]]:
-        words = jnp.where(valid, u, 0).view(jnp.uint32)
+        words = zero_unknown(u).view(jnp.uint32)
         return Reply([words.reshape(context.num_chunks, -1)], None, stats), error
 
     def decode(planes: Planes, row_data: jax.Array | None, num_rows: int) -> jax.Array:
@@ -327,25 +323,36 @@ def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
     # All multiples of half a scale are finite: the largest bfloat16 is 255 times this power of two.
     max_code = 2**p - 1
     largest = 255 // max_code * 2.0**120
+    short = jnp.int8 if p < 8 else jnp.int16
 
     def encode(
-        u: jax.Array, valid: jax.Array, context: DecideContext, stats: BucketStats, error: jax.Array
+        u: jax.Array, context: DecideContext, stats: BucketStats, error: jax.Array
     ) -> tuple[Reply, jax.Array]:
-        x = jnp.where(valid, u + error.astype(jnp.float32), 0)
+        x = zero_unknown(u + error.astype(jnp.float32))
         mean, _ = quantize.row_mean(x, context.row_sizes)
         half = quantize.to_bfloat16(quantize.GAUSSIAN_STEP[p] / 2 * mean)
         half = jnp.minimum(half, largest)
         q = quantize.midrise_codes(x, x >= 0, 2 * half, p)
         new_error = quantize.saturated(x - quantize.dequantized(q, max_code, half), error.dtype)
-        new_error = jnp.where(valid, new_error, error)
-        # If no worker participates no element is valid, so the scale is 0.
+        new_error = jnp.where(jnp.isnan(u), error, new_error)
+        # If no worker participates no element is known, so the scale is 0.
         row_data = half.astype(jnp.bfloat16).reshape(context.num_chunks, -1).view(jnp.uint32)
         return Reply(bits.pack(context.in_chunks(q), p), row_data, stats), new_error
 
     def decode(planes: Planes, row_data: jax.Array | None, num_rows: int) -> jax.Array:
         assert row_data is not None
         half = unpack_scales(row_data, largest).reshape(-1, num_rows)  # whatever an owner sends
-        return quantize.dequantized(bits.unpack(planes, num_rows), max_code, half)
+        half = xla.materialized(half)
+        odd = xla.chosen(jnp.any(half > 0), numbers, nothing, list(planes))
+        return odd.astype(jnp.float32) * half[..., None]
+
+    def numbers(planes: Planes) -> jax.Array:
+        codes = bits.unpack(planes, planes[0].shape[-1] // bits.WORDS_PER_ROW)
+        return quantize.odd_numbers(codes, max_code).astype(short)
+
+    def nothing(planes: Planes) -> jax.Array:
+        words = planes[0]
+        return jnp.zeros((*words.shape[:-1], words.shape[-1] // bits.WORDS_PER_ROW, ROW), short)
 
     def size(num_rows: int) -> Size:
         return reply_size(p, num_rows * bits.WORDS_PER_ROW, num_rows // 2)

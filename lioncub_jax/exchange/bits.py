@@ -17,9 +17,9 @@ reduce to the planes of their sum, and "more than half" is a comparison that wal
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -190,6 +190,32 @@ def unpack(planes: jax.Array | Sequence[jax.Array], rows: int) -> jax.Array:
     return functools.reduce(operator.or_, [_bits(x, rows) << k for k, x in enumerate(planes)])
 
 
+def unpack_each(planes: Sequence[jax.Array], rows: int) -> Callable[[Any], jax.Array]:
+    """Like `unpack`, of ``uint32[messages, ..., 4 rows]``: a function of a message's index, or ``...``.
+
+    On a CPU the planes are joined first, to words of eight codes of 4 bits, or four of 8.
+    """
+    if not xla.for_cpu():
+        return lambda at: unpack([x[at] for x in planes], rows)
+    size = 4 if len(planes) <= 4 else 8
+    first = np.uint32(0x11111111 if size == 4 else 0x01010101)
+    joined = []
+    for each in zip(*[_in_blocks(x, rows) for x in planes], strict=True):
+        row = iota_along(size, -2, each[0].ndim + 1)
+        codes = [((x[..., None, :] >> row) & first) << k for k, x in enumerate(each)]
+        joined.append(xla.materialized(functools.reduce(operator.or_, codes)))
+
+    def apart(at: Any) -> jax.Array:
+        parts = []
+        for x in joined:
+            words = x[at][..., None, :, :]
+            codes = (words >> iota_along(BLOCK // size, -3, words.ndim, size)) & (2**size - 1)
+            parts.append(_in_rows(codes.reshape(*codes.shape[:-3], BLOCK, -1), rows))
+        return jnp.concatenate(parts, -2)
+
+    return apart
+
+
 def unpack_stored(planes: Sequence[jax.Array], rows: int) -> jax.Array:
     """Like `unpack`, as the smallest integer type, and stored in memory before it is reshaped to a leaf.
 
@@ -213,14 +239,18 @@ def unpack_stored(planes: Sequence[jax.Array], rows: int) -> jax.Array:
 
 
 def _bits(words: jax.Array, rows: int) -> jax.Array:
-    lead, parts = words.shape[:-1], []
+    parts = []
     for x in _in_blocks(words, rows):
-        rows_of = (x[..., None, :] >> iota_along(BLOCK, -2, x.ndim + 1)) & 1
-        if x.shape[-1] < ROW:
-            folds = rows_of.reshape(*lead, -1, rows % BLOCK, x.shape[-1])
-            rows_of = jnp.moveaxis(folds, -3, -2)
-        parts.append(rows_of.reshape(*lead, -1, ROW))
+        parts.append(_in_rows((x[..., None, :] >> iota_along(BLOCK, -2, x.ndim + 1)) & 1, rows))
     return jnp.concatenate(parts, -2)
+
+
+def _in_rows(blocks: jax.Array, rows: int) -> jax.Array:
+    """Undoes `_rows_in_blocks`, of ``[..., blocks, 32, lanes]``."""
+    *lead, _, _, lanes = blocks.shape
+    if lanes < ROW:
+        blocks = jnp.moveaxis(blocks.reshape(*lead, -1, rows % BLOCK, lanes), -3, -2)
+    return blocks.reshape(*lead, -1, ROW)
 
 
 # --- Bits of rows

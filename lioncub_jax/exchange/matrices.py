@@ -1,6 +1,6 @@
 """An optimizer of whole matrices at their owners, and another one of all other leaves.
 
-`dealing` has where they lie. What is not valid (padding, or no finite mean) counts as 0 in its matrix, and
+`dealing` has where they lie. What is not known (padding, or no finite mean) counts as 0 in its matrix, and
 its state stays.
 """
 
@@ -64,25 +64,25 @@ class AtMatrices(AtOwner):
         traced.check_elementwise(self.rest, of_rest, inner.rest)
         return OwnerState(inner, self.codec.init(rows))
 
-    def transformed(
-        self, mean: jax.Array, valid: jax.Array, place: Place, state: Inner
+    def run(
+        self, mean: jax.Array, known: jax.Array, place: Place, state: Inner
     ) -> tuple[jax.Array, Inner]:
-        """``u`` of the rows of a chunk, and the next state."""
+        """``u`` of the rows of a chunk, NaN where the mean is not known, and the next state."""
         worker, deal = place
         assert deal is not None
         each = len(mean) // deal.rows
         owners = worker * each + jnp.arange(each, dtype=jnp.int32)
         ends = jnp.array(deal.matrix_rows)[owners]
         of_matrix = (jnp.arange(deal.rows)[None] < ends[:, None]).reshape(-1, 1)
-        given = cut(jnp.where(valid & of_matrix, mean, jnp.nan), deal, "matrices")
-        own = [cut(x, deal, "rest") for x in (mean, valid & ~of_matrix)]
+        given = cut(jnp.where(known & of_matrix, mean, jnp.nan), deal, "matrices")
+        own, known_own = [cut(x, deal, "rest") for x in (mean, known & ~of_matrix)]
 
         given = given.reshape(each, -1, ROW)
         u_matrices, matrices = of_matrices(self.tx, given, place, state.matrices)
-        u_rest, rest = elementwise(self.rest, *own, state.rest)
+        u_rest, rest = elementwise(self.rest, own, known_own, state.rest)
 
         u = in_place(u_matrices, deal, "matrices", each), in_place(u_rest, deal, "rest", each)
-        return jnp.where(of_matrix, *u), Inner(matrices, rest)
+        return jnp.where(known, jnp.where(of_matrix, *u), jnp.nan), Inner(matrices, rest)
 
 
 def cut(rows: jax.Array, deal: Deal, part: str) -> jax.Array:
@@ -104,7 +104,7 @@ def of_matrices(
 
     Args:
       tx: is given one matrix at a time.
-      mean: ``[owners of the worker, rows, 128]`` on this device, NaN for what is not valid.
+      mean: ``[owners of the worker, rows, 128]`` on this device, NaN for what is not known.
       place: of the rows.
       state: arrays ``[rows, 128]`` of all these rows, and numbers.
     """
@@ -155,11 +155,11 @@ def _turn(
         return lax.dynamic_slice_in_dim(rows, first + t * hand.rows, hand.rows, 1)
 
     x, _, *old = [to_matrix(cut(rows))[None] for rows in (mean, *kept)]
-    valid, results = jnp.isfinite(x), []
-    u, new = update(jnp.where(valid, x, 0), old)
+    known, results = jnp.isfinite(x), []
+    u, new = update(jnp.where(known, x, 0), old)
     new = [u, *[y for y in new if y.ndim]]
     for rows, n, o in zip(kept, new, (jnp.zeros_like(x), *old), strict=True):
-        n = jnp.where(valid, saturated(n, rows.dtype), o)[0]
+        n = jnp.where(known, saturated(n, rows.dtype), o)[0]
         [back] = jax.linear_transpose(to_matrix, cut(rows))(n)
         results.append(lax.dynamic_update_slice_in_dim(rows, back, first + t * hand.rows, 1))
     return results

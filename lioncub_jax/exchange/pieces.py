@@ -6,7 +6,7 @@ see `xla`; none of it changes a value.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -328,37 +328,56 @@ def leaves_of_group(plan: WorkerPlan, parts: dict[int, jax.Array]) -> dict[int, 
 
 
 def next_momentum(
-    rule: MomentumRule, x: PieceInput, u: jax.Array, error: jax.Array | None
+    rule: MomentumRule, x: PieceInput, u: jax.Array, error: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
     """``mu = b2 mu + (1 - b2) g`` of a piece; after a sync in codes ``mu = u + e``."""
     if not rule.synchronizes:
         return rule.update(x.gradient, x.momentum)
-    assert error is not None
-    return error + layout.rows_to_piece(u, x.piece).astype(error.dtype)
+    exact = at_least_float32(layout.piece_to_rows(plus_error(x.direction, x.error), x.piece))
+    return layout.rows_to_piece(error(exact) + u.reshape(exact.shape), x.piece)
 
 
 def next_error(
-    codec: Codec, plan: WorkerPlan, bucket: BucketPlan, x: PieceInput, message: Message
-) -> jax.Array | None:
-    """``e = keep (c + e - dequantize(q))`` of a piece, None without error feedback.
-
-    Padding may hold anything.
-    """
-    if codec.error_dtype is None:
-        return None
+    codec: Codec, plan: WorkerPlan, bucket: BucketPlan, message: Message, exact: jax.Array
+) -> jax.Array:
+    """``e = keep (c + e - dequantize(q))``, of the rows ``c + e`` of a piece. Padding may hold anything."""
     assert codec.decode is not None and message.scales is not None
-    c, e = x.direction, x.error
-    if not x.piece.joined:
-        # Computed again: storing the sum would cost an array as large as the gradient.
-        c, e = xla.recomputed([c, e])
-    exact = at_least_float32(plus_error(c, e))
     scales = message.scales.reshape(bucket.layout.packed_parts, -1)
     planes = [plane.reshape(len(scales), -1) for plane in message.planes]
-    rows = codec.decode(planes, scales, scales.shape[1], stored=True)
+    rows = codec.decode(bits.unpack(planes, scales.shape[1]), scales)
     if codec.rotates:
         rows = rotation.undone(rows, plan.num_steps)
-    error = exact - layout.rows_to_piece(rows, x.piece).astype(exact.dtype)
+    error = exact - rows.reshape(exact.shape).astype(exact.dtype)
     return error if codec.keep == 1 else codec.keep * error
+
+
+def store_error(
+    x: PieceInput, codec: Codec, plan: WorkerPlan, bucket: BucketPlan, message: Message,
+    leaves: Sequence[jax.Array], participates: jax.Array,
+) -> dict[int, jax.Array]:  # fmt: skip
+    """The new error of each leaf of a piece, as `store`."""
+    assert x.error is not None and message.scales is not None
+    if x.piece.joined:
+        exact = at_least_float32(plus_error(x.direction, x.error))
+        error = next_error(codec, plan, bucket, message, exact)
+        return store(plan, x.piece, x.error, error, leaves, participates)
+    [s] = x.piece.segments
+    sizes = plan.row_sizes[s.leaf]
+    if sizes is not None:
+        sizes = layout.pad_rows(sizes, s.rows)
+
+    def new(error: jax.Array, direction: jax.Array, message: Message) -> jax.Array:
+        exact = plus_error(layout.piece_to_rows(direction, x.piece), error)
+        made = next_error(codec, plan, bucket, message, at_least_float32(exact))
+        return quantize.saturated(layout.zero_padding(made, sizes), error.dtype)
+
+    def old(error: jax.Array, direction: jax.Array, message: Message) -> jax.Array:
+        return error
+
+    error = layout.piece_to_rows(x.error, x.piece)
+    message = message._replace(scales=message.scales.astype(jnp.float32))
+    error = xla.chosen(participates, new, old, error, x.direction, message)
+    return {s.leaf: layout.rows_to_piece(error, x.piece)}
 
 
 def store(

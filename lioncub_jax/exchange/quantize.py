@@ -15,7 +15,7 @@ the owner of a chunk, and their scales travel as bfloat16.
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,8 +105,8 @@ class Codec(NamedTuple):
       max_code: ``num_workers -> largest code``; raises ``ValueError`` if the sum over so many workers does
         not fit.
       encode: ``(float32[rows, 128], EncodeContext) -> Message``.
-      decode: ``(planes, scales, num_rows, stored=) -> float32[..., rows, 128]`` of planes ``[..., words]``
-        and scales ``[..., rows]``; ``stored=True`` if the result is reshaped to leaves. None for votes.
+      decode: ``(codes, scales) -> float32[..., rows, 128]`` of codes, or dense values, of that shape, and
+        scales ``[..., rows]``. None for votes.
       midtread: the middle code is zero.
       dense: dtype of values that travel as they are, without codes; else None.
       rounding: stochastic, or None for the nearest code.
@@ -136,6 +136,13 @@ class Codec(NamedTuple):
     def sends_scales(self) -> bool:
         """True where the scale of each row travels."""
         return self.decode is not None and self.dense is None
+
+    def unpack_each(self, planes: Sequence[jax.Array], num_rows: int) -> Callable[[Any], jax.Array]:
+        """`bits.unpack_each`; of dense values, which travel as they are, these."""
+        if self.dense is None:
+            return bits.unpack_each(planes, num_rows)
+        words = planes[0].reshape(*planes[0].shape[:-1], num_rows, -1)
+        return words.view(self.dense).__getitem__
 
     @property
     def words_per_row(self) -> int:
@@ -397,11 +404,8 @@ def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
         words = saturated(x, dtype).view(jnp.uint32).reshape(-1)
         return Message([words], None, None, jnp.all(jnp.isfinite(x)))
 
-    def decode(
-        planes: Sequence[jax.Array], scales: jax.Array | None, num_rows: int, stored: bool
-    ) -> jax.Array:
-        words = planes[0].reshape(*planes[0].shape[:-1], num_rows, -1)
-        values = words.view(dtype).astype(jnp.float32)
+    def decode(values: jax.Array, scales: jax.Array | None) -> jax.Array:
+        values = values.astype(jnp.float32)
         return jnp.where(jnp.isfinite(values), values, 0)  # whatever a worker sends
 
     def max_code(num_workers: int) -> int:
@@ -555,7 +559,12 @@ def dequantized(q: jax.Array, max_code: int, half: jax.Array) -> jax.Array:
 
     These are exact products of short integers and bfloat16.
     """
-    return (2 * q.astype(jnp.int32) - max_code).astype(jnp.float32) * half[..., None]
+    return odd_numbers(q, max_code).astype(jnp.float32) * half[..., None]
+
+
+def odd_numbers(q: jax.Array, max_code: int) -> jax.Array:
+    """``2 q - max_code`` of codes, ``int32``."""
+    return 2 * q.astype(jnp.int32) - max_code
 
 
 def row_mean(x: jax.Array, row_sizes: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -580,17 +589,9 @@ def _name(make: str, p: int, rounding: Rounding | None) -> str:
 def _decoder(max_code: int) -> Callable[..., jax.Array]:
     """The ``decode`` of a `Codec` with scales."""
 
-    def decode(
-        planes: Sequence[jax.Array], scales: jax.Array | None, num_rows: int, stored: bool
-    ) -> jax.Array:
+    def decode(codes: jax.Array, scales: jax.Array | None) -> jax.Array:
         assert scales is not None
-        half = scales.astype(jnp.float32) / 2
-        if not stored:  # one use of the codes, so a GPU fuses them
-            return dequantized(bits.unpack(planes, num_rows), max_code, half)
-        q = bits.unpack_stored(planes, num_rows)  # two uses of the codes, so XLA stores them
-        upper = q > max_code // 2
-        odd = 2 * jnp.where(upper, q, max_code - q).astype(jnp.int32) - max_code
-        return jnp.where(upper, odd, -odd).astype(jnp.float32) * half[..., None]
+        return dequantized(codes, max_code, scales.astype(jnp.float32) / 2)
 
     return decode
 

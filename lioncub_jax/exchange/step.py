@@ -51,6 +51,7 @@ workers: `single.run_step` gives it a step of its own.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -72,6 +73,7 @@ from lioncub_jax.exchange.pieces import (
     participation,
     split_update,
     store,
+    store_error,
 )
 from lioncub_jax.exchange.quantize import Codec
 from lioncub_jax.exchange.wires import Wire, collect, publish
@@ -178,12 +180,12 @@ def step(
             piece = own.piece
             updates |= split_update(plan, piece, u)
             with jax.named_scope("lioncub.remember"):
-                new_error = next_error(codec, plan, bucket, own, piece_message)
+                kept = codec, plan, bucket, piece_message
                 # A coded sync keeps no error apart from mu, which becomes u + e.
-                if own.error is not None and new_error is not None:
-                    error |= store(plan, piece, own.error, new_error, state.error, participates[k])
+                if own.error is not None:
+                    error |= store_error(own, *kept, state.error, participates[k])
                 if own.momentum is not None:
-                    new_mu = next_momentum(rule, own, u, new_error)
+                    new_mu = next_momentum(rule, own, u, partial(next_error, *kept))
                     mu |= store(plan, piece, own.momentum, new_mu, state.mu, participates[k])
 
     # A leaf without elements is in no bucket, and stays.

@@ -4,6 +4,7 @@ Each has its reason, seen with jax 0.10.2. ``benchmarks/compile_time.py`` and ``
 measure all of them together, on CPU or GPU; one that only TPUs need names the program that shows it.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from lioncub_jax.mesh import axes
+
+MOST_TERMS = 64  # of a sum without a loop; more compile slowly
 PER_REDUCTION = 16  # numbers in one reduction; hundreds in one reduction compile slowly
 
 
@@ -64,6 +68,44 @@ def materialized(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(made, x.dtype)
 
 
+def for_cpu() -> bool:
+    """True where a program of CPUs is traced."""
+    known = axes.platform(jax.sharding.get_abstract_mesh())
+    return (known or jax.default_backend()) == "cpu"
+
+
+def chosen(
+    flag: jax.Array, new: Callable[..., jax.Array], old: Callable[..., jax.Array], *arrays: Any
+) -> jax.Array:
+    """``new(*arrays)`` where a flag ``bool[]`` is set, else ``old(*arrays)``, stored.
+
+    On a CPU by a branch, whose result XLA fuses with nothing behind it. It would fuse a reshape of rows to
+    a leaf, and then loop over the leaf's shape, element by element. If ``old`` gives back an array of
+    its own, the new one takes its place.
+    """
+    if not for_cpu():
+        arrays = tuple(
+            jax.tree.unflatten(jax.tree.structure(arrays), recomputed(jax.tree.leaves(arrays)))
+        )
+        return jnp.where(flag, new(*arrays), old(*arrays))
+    over = frozenset().union(*[axes.varying_axes(x) for x in jax.tree.leaves((flag, arrays))])
+
+    def typed(make: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
+        return axes.varying(make(*arrays), tuple(over))
+
+    return lax.cond(flag, functools.partial(typed, new), functools.partial(typed, old), *arrays)
+
+
+def sum_of(terms: Callable[[Any], jax.Array], number: int) -> jax.Array:
+    """``terms(0) + terms(1) + ...``; ``terms(...)`` has all of them, ``[number, ...]``.
+
+    On a CPU few are added one by one, and stored, since XLA reduces a leading axis in no loop over vectors.
+    """
+    if for_cpu() and number <= MOST_TERMS:
+        return materialized(functools.reduce(operator.add, map(terms, range(number))))
+    return jnp.sum(terms(...), 0)
+
+
 def recomputed(arrays: Sequence[Any]) -> list[Any]:
     """The same arrays (or None) behind an optimization barrier.
 
@@ -71,6 +113,16 @@ def recomputed(arrays: Sequence[Any]) -> list[Any]:
     keeps their layout, in which the kernel that packs reads them.
     """
     return lax.optimization_barrier(list(arrays))
+
+
+def behind(x: jax.Array, made: jax.Array) -> jax.Array:
+    """``bool[...]``, the same values, but they depend on ``made``, ``float32[...]``.
+
+    What follows is ordered after the kernel that made it, so it can overwrite what that kernel read.
+    """
+    if not (made.size and for_cpu()):
+        return x
+    return x & ~_never(lax.bitcast_convert_type(made.reshape(-1)[0], jnp.uint32))
 
 
 def delayed_by(x: jax.Array, number: jax.Array) -> jax.Array:
