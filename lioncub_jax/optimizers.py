@@ -338,7 +338,8 @@ def owner_muon(
 
     **What differs from optax.contrib.muon.** ``consistent_rms`` is 0.2 by default, as measured. All
     arithmetic and all moments are float32, also of bfloat16 parameters (``mu_dtype`` is that of the first
-    moments at rest). ``ns_coeffs`` are numbers, not the name of a preset. It does not suit every model: see
+    moments at rest). ``ns_coeffs`` are numbers, not the name of a preset. ``adaptive`` scales each matrix
+    by its own product; optax takes one of all matrices of a leaf. It does not suit every model: see
     docs/explain/muon.md.
 
     Args:
@@ -353,7 +354,7 @@ def owner_muon(
       workers: as `owner_adamw`. One worker alone is ``optax.contrib.muon`` with these arguments, to the
         last bits of float32: XLA compiles another program.
       nesterov: whether the momentum looks ahead, and AdamW's likewise.
-      adaptive: whether an update is scaled by its product with the momentum.
+      adaptive: whether the update of a matrix is scaled by its product with the momentum.
       preconditioning: "frobenius", "spectral", "aol" or "schatten".
       adam_b1: decay of AdamW's first moment, in [0, 1).
       adam_b2: decay of its second moment, in [0, 1).

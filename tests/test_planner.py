@@ -80,6 +80,8 @@ def transform_of(code):
 
 
 def shapes_for(name):
+    if name == "owner-muon":  # as many matrices as owners, or some would own nothing
+        return dict.fromkeys("abcdefghijklmnop", jax.ShapeDtypeStruct((1024, 1024), jnp.float32))
     wide = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
     return dict.fromkeys("abcd", wide) if name.startswith("powersgd") else SHAPES
 
@@ -152,6 +154,31 @@ def test_packing_is_what_passes_through_memory():
             8 * 2 * (of.sent_bytes + each * SIZE) / SLOW.memory_bandwidth
         )
     assert exchange_of("lion").local == exchange_of("local-2").local == 0
+
+
+# Parameters, and the matrices among them.
+MUON = {
+    "GPT-2 124M": (124_439_808, [(12, 768, 2304), (12, 768, 768), (24, 768, 3072)]),
+    "Llama 7B": (6_738_415_616, [(128, 4096, 4096), (96, 4096, 11008)]),
+}
+
+
+@pytest.mark.parametrize("model", MUON)
+def test_what_owners_of_muon_compute_is_within_its_range_and_not_a_third_of_it(model):
+    parameters, matrices = MUON[model]
+    counted = sum(5 * n * (4 * s * s * long + 2 * s**3) for n, s, long in matrices)
+    steps = counted / (8 * 6 * parameters * 2048)
+    most, middle, least = planner.model.orthogonalising(parameters, 2048, 8).ravel()
+    assert least < steps < most < 3.1 * least and 0.6 < middle / steps < 1.7
+    if model == "Llama 7B":
+        assert counted == pytest.approx(684e12, rel=5e-3)
+
+
+def test_an_owner_of_muon_takes_its_operations_at_the_rate_of_the_step():
+    plan = planner.plan(SIZE, SLOW, 0.1, tokens=2048)
+    muon, adamw = (plan.seconds(plan.rows[f"owner-{name}"]) for name in ("muon", "adamw"))
+    more = 0.1 * planner.model.orthogonalising(SIZE, 2048, 8)
+    assert muon - adamw == pytest.approx(more + 0 * adamw)
 
 
 def test_an_all_to_all_takes_longer_where_the_middle_is_narrow():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 
 import lioncub_jax as lc
 
@@ -19,6 +20,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "lion_cub": lambda **axes: lc.lion_cub(1e-4, **axes),
     "owner_lion": lambda **axes: lc.owner_lion(1e-4, **axes),
     "owner_adamw": lambda **axes: lc.owner_adamw(1e-4, **axes),
+    "owner_muon": lambda **axes: lc.owner_muon(1e-2, muon_weight_dimension_numbers=hidden, **axes),
 }
 METHODS: dict[str, Callable[..., Any]] = {
     "vote, 1 bit": OPTIMIZERS["lion_cub"],
@@ -37,6 +39,16 @@ TPU_OVERLAP = {"xla_tpu_enable_async_all_to_all": "true", "xla_enable_async_all_
 OVERLAP: dict[str, dict[str, Any]] = {
     "gpu": GPU_OVERLAP, "cuda": GPU_OVERLAP, "rocm": GPU_OVERLAP, "tpu": TPU_OVERLAP, "cpu": {},
 }  # fmt: skip
+
+
+def hidden(params: Any) -> Any:
+    """Which leaves are matrices: of a GPT those of its layers, and no embeddings."""
+
+    def numbers(path: Any, x: Any) -> MuonDimensionNumbers | None:
+        inside = "layers" not in params or path[0].key == "layers"
+        return MuonDimensionNumbers() if inside and x.ndim == 2 else None
+
+    return jax.tree.map_with_path(numbers, params)
 
 
 class Model(NamedTuple):

@@ -32,6 +32,7 @@ class Scheme(NamedTuple):
       every: steps of a worker for each exchange: local steps or micro-steps.
       two_levels: whether the devices of a worker can share its exchange.
       votes: whether workers who disagree may be a tie.
+      orthogonalises: whether owners iterate on whole matrices, see `model.orthogonalising`.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Scheme(NamedTuple):
     every: int = 1
     two_levels: bool = True
     votes: bool = False
+    orthogonalises: bool = False
 
     @property
     def learns(self) -> str:

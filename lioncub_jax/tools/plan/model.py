@@ -175,6 +175,7 @@ class Row(NamedTuple):
       link_seconds: that the bits of an exchange take on each link between workers, at its nominal rate.
       held_bytes: of parameters, gradients and the optimizer's state on a device, all in float32.
       learned: how it learns; None for what was not measured.
+      orthogonalising: seconds of that at an owner in an exchange, ``[3, 1]``, most to least.
     """
 
     scheme: Scheme
@@ -184,6 +185,7 @@ class Row(NamedTuple):
     link_seconds: float
     held_bytes: float
     learned: Learned | None = None
+    orthogonalising: Any = 0.0
 
     @property
     def ratio(self) -> float:
@@ -257,6 +259,25 @@ def step_time(scheme: Scheme, parameters: int, cluster: Cluster) -> Row:
     held = held_bytes(scheme, parameters, cluster)
     sent_bytes /= scheme.every
     return Row(scheme, sent_bytes, local, fixed, link_seconds, held)
+
+
+def orthogonalising(parameters: int, tokens: int, num_workers: int) -> np.ndarray:
+    """What an owner of Muon computes in an update, over the computing of a step: ``[3, 1]``, most to least.
+
+    Five steps of Newton-Schulz on a matrix of s by l, s <= l, are 5 (4 s^2 l + 2 s^3) operations: 30 s for
+    each parameter of a square, and 22.5 s where l = 4 s. A step is 6 operations a parameter and token. Of a
+    transformer of width w all parameters, or two thirds, are in w / 128, or w / 64, layers of 12 w^2.
+
+    Example:
+      >>> orthogonalising(124_000_000, 2048, 8).round(2).ravel().tolist()
+      [0.33, 0.2, 0.12]
+    """
+    per_token = []
+    for share, layers, operations in ((1.0, 128, 30.0), (2 / 3, 64, 22.5)):
+        width = (share * parameters * layers / 12) ** (1 / 3)
+        per_token.append(share * operations * width / 6)
+    most, least = per_token
+    return np.array([[most], [math.sqrt(most * least)], [least]]) / (tokens * num_workers)
 
 
 def held_bytes(scheme: Scheme, parameters: int, cluster: Cluster) -> float:

@@ -14,7 +14,7 @@ from lioncub_jax.exchange.arguments import check_number
 from lioncub_jax.tools.plan import evidence
 from lioncub_jax.tools.plan.evidence import DATA, FAR, Found
 from lioncub_jax.tools.plan.methods import ALONE, SCHEMES
-from lioncub_jax.tools.plan.model import Cluster, Row, held_bytes, step_time
+from lioncub_jax.tools.plan.model import Cluster, Row, held_bytes, orthogonalising, step_time
 
 # Why a method is not to be used.
 FITS_NOT, NO_GROUP, APART = "does not fit", "no group=", "data differ"
@@ -73,7 +73,7 @@ class Plan(NamedTuple):
 
     def seconds(self, row: Row) -> np.ndarray:
         """Returns the seconds of a step, ``[3, 3]``, see `Cluster.unknown`."""
-        return row.step(self.compute, *self.cluster.unknown())
+        return row.step(self.compute, *self.cluster.unknown()) + row.orthogonalising
 
     def soon(self, row: Row) -> tuple[float, float]:
         """Returns the seconds to the loss over the steps of AdamW, and of a step, both in the middle."""
@@ -229,6 +229,9 @@ def plan(
             refused[name] = NO_GROUP
         else:
             rows[name] = step_time(scheme, parameters, cluster)
+            if scheme.orthogonalises:
+                takes = compute * orthogonalising(parameters, tokens, cluster.num_workers)
+                rows[name] = rows[name]._replace(orthogonalising=takes)
     nearest = evidence.cell_for(cluster.num_workers, tokens, data, parameters)
     rows[ALONE.name] = step_time(ALONE, parameters, cluster)._replace(
         local=(cluster.num_workers - 1) * compute, learned=nearest.methods[evidence.REFERENCE]
