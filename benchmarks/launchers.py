@@ -140,7 +140,9 @@ class Job(Run):
         if "Reason=BeginTime" in about:  # two minutes until a job starts that was queued again
             now = f"JobId={self._id}", "StartTime=now"
             slurm.asked("scontrol", "update", *now, environment=self._slurm)
-        return not re.search(r"JobState=(PENDING|RUNNING|COMPLETING|CONFIGURING)", about)
+        state = re.search(r"JobState=(\w+)", about)  # a controller that is busy does not answer
+        going_on = "PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "PREEMPTED"
+        return bool(state) and state[1] not in going_on
 
     def __exit__(self, *error: object) -> None:
         slurm.asked("scancel", self._id, environment=self._slurm)
