@@ -31,13 +31,13 @@ class Traffic(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A compiled step and all it needs."""
+    """A step and all it needs."""
 
     model: GPT
     text: Corpus
     layout: Layout
     state: lc.StepState
-    step: jax.stages.Compiled
+    step: lc.TrainStep
     collectives: list[Any]
     sent: Traffic
     evaluate: Callable[[Any], float]  # parameters -> bits per byte on validation windows
@@ -75,10 +75,10 @@ def prepare(model: GPT, text: Corpus, tx: Any, layout: Layout, *, batch: int, se
     rows = batch * layout.workers
     windows = validation_windows(text, model.context, rows)
     given = jax.ShapeDtypeStruct(windows.shape[1:], windows.dtype)
-    compiled = step.lower(state, given).compile()
-    collectives = lc.audit.collectives(compiled, mesh)
+    # To read it; the first step finds it compiled.
+    collectives = lc.audit.collectives(step.lower(state, given).compile(), mesh)
     return Run(
-        model, text, layout, state, compiled, collectives,
+        model, text, layout, state, step, collectives,
         sent_by_each(collectives, state.params, layout),
         evaluation(model, windows, layout), batch, seed,
     )  # fmt: skip
