@@ -2,6 +2,7 @@
 
 import re
 
+import calls
 import compile_time
 import gpu
 import jax.numpy as jnp
@@ -31,6 +32,11 @@ def test_the_local_step_moves_every_parameter_by_the_learning_rate():
 def test_every_part_of_a_compilation_is_timed(method):
     seconds = compile_time.one(method, 12, 8)
     assert set(seconds) == set(compile_time.PARTS) and min(seconds.values()) > 0
+
+
+def test_calls_of_plain_trees_and_of_modules_are_timed():
+    found = calls.measured(3)
+    assert min(found[x] for x in ("plain", "jit", "nnx", "empty_nnx_jit")) > 0
 
 
 # --- One GPU, and several

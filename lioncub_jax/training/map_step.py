@@ -164,9 +164,8 @@ class MappedStep:
                 program = Program(self, call, Arguments(call, self.workers, self.rows))
                 return program.results.rebuilt(program.on_mesh(program.arguments.arrays(call)))
             key = call.key()
-            if key not in self._calls:
-                self._calls[key] = self._prepared(call)
-            program, moves = self._calls[key]
+            found = self._calls.get(key)  # once: a module's key has the metadata of each variable
+            program, moves = found or self._calls.setdefault(key, self._prepared(call))
             arrays = program.arguments.arrays(call)
             for x, leaf in zip(arrays, program.arguments.leaves, strict=True):
                 if type(x) is array_class() and x.is_deleted():  # type: ignore[attr-defined]
