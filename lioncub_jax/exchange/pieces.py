@@ -362,9 +362,9 @@ def store_error(
         error = next_error(codec, plan, bucket, message, exact)
         return store(plan, x.piece, x.error, error, leaves, participates)
     [s] = x.piece.segments
-    sizes = plan.row_sizes[s.leaf]
-    if sizes is not None:
-        sizes = layout.pad_rows(sizes, s.rows)
+    error, sizes = layout.piece_to_rows(x.error, x.piece), plan.row_sizes[s.leaf]
+    if sizes is not None:  # rows that fill the chunks of all workers have none
+        sizes = layout.pad_rows(sizes, len(error))
 
     def new(error: jax.Array, direction: jax.Array, message: Message) -> jax.Array:
         exact = plus_error(layout.piece_to_rows(direction, x.piece), error)
@@ -374,7 +374,6 @@ def store_error(
     def old(error: jax.Array, direction: jax.Array, message: Message) -> jax.Array:
         return error
 
-    error = layout.piece_to_rows(x.error, x.piece)
     message = message._replace(scales=message.scales.astype(jnp.float32))
     error = xla.chosen(participates, new, old, error, x.direction, message)
     return {s.leaf: layout.rows_to_piece(error, x.piece)}
