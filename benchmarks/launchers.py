@@ -140,9 +140,8 @@ class Job(Run):
         if "Reason=BeginTime" in about:  # two minutes until a job starts that was queued again
             now = f"JobId={self._id}", "StartTime=now"
             slurm.asked("scontrol", "update", *now, environment=self._slurm)
-        state = re.search(r"JobState=(\w+)", about)  # a controller that is busy does not answer
-        going_on = "PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "PREEMPTED"
-        return bool(state) and state[1] not in going_on
+        # Others come and go, such as SIGNALING and REQUEUED, and a controller that is busy says nothing.
+        return bool(re.search("JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)", about))
 
     def __exit__(self, *error: object) -> None:
         slurm.asked("scancel", self._id, environment=self._slurm)
