@@ -35,7 +35,7 @@ METHODS = {
     "one_bit_adam": lambda w: baselines.one_bit_adam(1e-3, warmup=2, workers=w),
     "zero_one_adam": lambda w: baselines.zero_one_adam(1e-3, workers=w),
     "dgc": lambda w: baselines.dgc(1e-3, density=0.1, workers=w),
-    "powersgd": lambda w: baselines.powersgd(optax.sgd(1e-3), workers=w),
+    "powersgd": lambda w: baselines.powersgd(optax.sgd(1e-3), 1, workers=w),
     "diloco": lambda w: baselines.diloco(workers=w),
 }
 
@@ -89,8 +89,6 @@ WRAPPERS = {
         "are the same on all workers ... in front of the exchange",
     ),
 }  # fmt: skip
-# Of a method by itself, for any wrapper: see its text.
-OTHERWISE: dict[tuple[str, str], str | None] = {}
 
 
 def step_of(tx, is_told):
@@ -115,7 +113,6 @@ def cases():
 @pytest.mark.parametrize(("method", "wrapper"), [*cases()])
 def test_a_composition_runs_or_is_an_error_with_a_cure(method, wrapper):
     wrap, words = WRAPPERS[wrapper]
-    words = OTHERWISE.get((method, wrapper), words)
     tx = wrap(METHODS[method](WORKERS()))
     step = step_of(tx, "plateau" in wrapper)
     if words is not RIGHT:
