@@ -105,6 +105,11 @@ OWN = {  # what of the state is each worker's own, counters in front of the vote
     ".acc_grads .inner_opt_state[0].error": (
         lambda w: steps(baselines.powersgd(optax.sgd(1e-3), workers=w))
     ),
+    "[0].inner [1][0].mu": (
+        lambda w: optax.chain(
+            lc.sync_momentum(optax.scale_by_lion(), lc.sync.every(2), workers=w), cub(w)
+        )
+    ),
     ".grads .inner[0].mu": lambda w: tracking(cub(w), lambda p: lc.training.own(p, w)),
 }
 

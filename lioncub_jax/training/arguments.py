@@ -350,14 +350,20 @@ def _holders(tree: Any, workers: Workers) -> list[Held]:
     def own_spec(x: Any) -> P:
         return P(workers.axes, *spec_of(x)[1:])
 
+    def is_box(x: Any) -> bool:
+        return isinstance(x, Own) or graphs.is_boxed(x)
+
     def visit(node: Any, in_optimizer: bool) -> None:
         specs, leaves = getattr(node, "specs", None), jax.tree.leaves(node)
-        boxed = isinstance(node, Own) or graphs.is_boxed(node)
-        if boxed or graphs.is_own(node, workers):
-            found.extend([Held(own_spec(x), in_optimizer, boxed) for x in leaves])
+        if is_box(node) or graphs.is_own(node, workers):
+            found.extend([Held(own_spec(x), in_optimizer, is_box(node)) for x in leaves])
             return
         if isinstance(specs, StateSpecs):
-            found.extend([Held(s if workers.stacks(s) else None, True) for s in specs.state])
+            # A state that `MappedStep.prepare` has put into boxes is in front of another exchange.
+            for spec, x in zip(specs.state, jax.tree.leaves(node, is_leaf=is_box), strict=True):
+                if is_box(x):
+                    spec = own_spec(jax.tree.leaves(x)[0])
+                found.append(Held(spec if workers.stacks(spec) else None, True, is_box(x)))
             return
         parts = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
         if len(parts) == 1 and parts[0] is node:
