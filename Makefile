@@ -46,7 +46,7 @@ alone = $(PYTHON) -c 'import fcntl, os, sys; lock = os.open(".make.lock", os.O_C
 	fcntl.flock(lock, fcntl.LOCK_EX); os.set_inheritable(lock, True); os.execvp(sys.argv[1], sys.argv[1:])'
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long launchers lint format docs docs-test oldest newest wheel-test bench lock clean
+.PHONY: help venv demo test test-long launchers trainers lint format docs docs-test oldest newest wheel-test bench lock clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -126,6 +126,10 @@ launchers: $(READY) $(if $(LAUNCHERS),$(LAUNCHERS_READY)) ## train by the launch
 	$(if $(LAUNCHERS),apt-get update && apt-get install --yes --no-install-recommends $(DEBIAN))
 	$(VENV)/bin/python benchmarks/launchers.py
 
+# Each in an environment of its own, in .venv-trainers.
+trainers: $(READY) ## train by the trainers that people run, plain and with the library, and write their table
+	$(VENV)/bin/python benchmarks/trainers.py
+
 lint: $(READY) ## check style, formatting and types
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
@@ -191,6 +195,6 @@ lock: ## resolve requirements/lock.txt anew
 		--custom-compile-command "make lock" --quiet --output-file $(DOCS)
 
 clean: ## remove environments, caches and builds; runs/ stays
-	rm -rf .make.lock .venv .venv-oldest .venv-newest .venv-wheel .venv-lock .venv-log .venv-launchers build dist *.egg-info
+	rm -rf .make.lock .venv .venv-oldest .venv-newest .venv-wheel .venv-lock .venv-log .venv-launchers .venv-trainers build dist *.egg-info
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

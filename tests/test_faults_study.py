@@ -6,12 +6,13 @@ import liars
 import numpy as np
 import pytest
 import report
+import trainers
 from oracle import coding
 
 # --- What is committed
 
 
-@pytest.mark.parametrize("module", [liars, ahead_of_time, launchers])
+@pytest.mark.parametrize("module", [liars, ahead_of_time, launchers, trainers])
 def test_a_committed_table_is_that_of_the_committed_rows(module):
     """If not: run the module, which writes it."""
     page = module.DOCUMENT.read_text()

@@ -1,0 +1,47 @@
+"""One run of a trainer's file for `benchmarks/trainers.py`, which reads the last line: what was compiled.
+
+python benchmarks/trainer_child.py examples/large/flax_nnx.py
+"""
+
+import json
+import runpy
+import sys
+
+import jax
+
+from lioncub_jax.audit import watch
+from lioncub_jax.exchange import compilations
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+def main(file: str) -> None:
+    seconds, programs = list[float](), list[dict[str, object]]()
+
+    def count(event: str, duration: float, **_: object) -> None:
+        if event == COMPILED:
+            seconds.append(duration)
+
+    def read(name: str, texts: list[str], votes: bool) -> None:
+        watch.look(name, texts, votes)  # it raises for an array of floats between workers
+        programs.extend(filter(None, map(about, texts)))
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    compilations.set_reader(read)
+    runpy.run_path(file, run_name="__main__")
+    # Where a step is compiled twice, as for a state that is not on the mesh yet, the last is what goes on.
+    print(json.dumps({"compile": sum(seconds), "program": programs[-1] if programs else None}))
+
+
+def about(text: str) -> dict[str, object] | None:
+    """What a device sends between workers in a program that votes, and the floats among it."""
+    program = watch.read(text)
+    if program is None:
+        return None
+    sent = [x for x in program.arrays if x.between_workers]
+    floats = [f"{x.array.dtype}{list(x.array.shape)}" for x in sent if x.array.is_float]
+    return {"bytes": sum(x.num_bytes for x in sent), "floats": sorted(floats)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
