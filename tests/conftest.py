@@ -32,6 +32,7 @@ FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_max_isa=AVX"
 if jax.__version_info__ < (0, 11):
     FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", FLAGS)
+os.environ.setdefault("KERAS_BACKEND", "jax")  # before anything imports keras
 
 gc.set_threshold(50_000)  # tracing makes many small objects, few of them garbage
 
