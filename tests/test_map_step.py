@@ -629,6 +629,20 @@ def test_a_step_of_flax_is_compiled_once_though_its_counter_begins_off_the_mesh(
 # --- What real trainers hold
 
 
+def test_a_cure_names_a_key_and_no_index():
+    def step(params, stats, batch):
+        grads = jax.grad(loss_fn)(params, batch)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return optax.apply_updates(params, updates), [batch[0].mean(0)]
+
+    tx = owner(WORKERS())
+    args = fresh(), [jnp.zeros(6)], BATCH
+    with pytest.raises(ValueError, match=in_order("stats[0] ... by averaged=('stats',)")):
+        lc.map_step(step, WORKERS())(*args)
+    _, [mean] = lc.map_step(step, WORKERS(), averaged=("stats",))(*args)
+    assert_same(mean, BATCH[0].mean(0), rtol=1e-4, atol=1e-6)
+
+
 @jax.tree_util.register_pytree_node_class
 class Scale:
     """A class whose constructor wants an array, and as JAX advises lets its bare objects pass."""

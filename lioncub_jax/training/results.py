@@ -333,7 +333,7 @@ class Outside:
                 f"workers talk, which has the gradients of {shown}; a mask or label keeps it from that one "
                 "(give it optax.set_to_zero() or global_gradients); or it is changed behind it by what "
                 "each worker has for itself, such as its own loss or norm (lioncub_jax.mean_over_workers). "
-                f"A statistic is averaged, in each step, by averaged=({_last_word(result.name)!r},); what "
+                f"A statistic is averaged, in each step, by averaged=({_last_key(result.name)!r},); what "
                 "each worker is to have for itself goes in a box, lioncub_jax.training.own(x, workers)"
             )
         return (
@@ -405,5 +405,10 @@ def _words(name: str) -> set[str]:
 
 
 def _last_word(name: str) -> str:
+    """The last key, attribute or index in a name."""
+    return str(re.findall(r"\w+", name)[-1])
+
+
+def _last_key(name: str) -> str:
     """The last key or attribute in a name, else that of the argument: no index, as of a list."""
     return str(re.findall(r"[A-Za-z_]\w*", re.sub("<.*?>", "", name))[-1])
