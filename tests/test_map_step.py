@@ -666,6 +666,12 @@ def test_a_class_that_wants_arrays_is_state_and_result():
     assert_same(mean.value, BATCH[0].mean(), rtol=1e-5)
 
 
+def test_a_class_that_wants_arrays_goes_beside_a_module():
+    module = nnx.Linear(6, 5, rngs=nnx.Rngs(0))
+    step = lc.map_step(lambda module, scale, rows: Scale(scale.value * 2), WORKERS())
+    assert float(step(module, Scale(jnp.ones(())), BATCH[0]).value) == 2
+
+
 def test_a_key_that_a_step_makes_of_a_seed_is_warned_of_and_can_be_folded():
     """As Kauldron's: of a constant and the count of steps, so that all workers drop out alike."""
 

@@ -46,6 +46,10 @@ class _Slots(dict[object, int]):
         self[slot] = place
         return slot
 
+    def of_all(self, arguments: Arguments) -> Any:
+        """The arguments with a slot for each array; see `Arguments.with_statics`."""
+        return arguments.with_statics([self.new(i) for i in range(len(arguments.leaves))])
+
     def has(self, x: object) -> bool:
         return type(x) is object and x in self
 
@@ -84,10 +88,10 @@ class Results:
     def _add_state(self, nodes: list[Any], out: Any) -> None:
         """Adds the variables of the modules that the step was given, and of those that it returns."""
         self._definition, state = graphs.split((nodes, out))
-        whole = self._arguments.with_statics(range(len(self._arguments.leaves)))
-        before = {
-            jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(whole[1])
-        }
+        slots = _Slots()
+        _, given = slots.of_all(self._arguments)
+        paths = jax.tree_util.tree_leaves_with_path(given)
+        before = {jax.tree_util.keystr(path): slots[x] for path, x in paths if slots.has(x)}
         kinds = graphs.variable_kinds(state)
         leaves, self._state_tree = jax.tree_util.tree_flatten_with_path(state)
         for path, x in leaves:
@@ -116,7 +120,7 @@ class _Matching:
         self._arguments, self._add, self._taken = arguments, add, set[int]()
         self._slots = _Slots()
         self._offered: dict[Any, list[tuple[Any, list[Any]]]] = {}
-        plain, _ = arguments.with_statics(list(map(self._slots.new, range(len(arguments.leaves)))))
+        plain, _ = self._slots.of_all(arguments)
         for argument in plain:
             self._offer(argument, is_argument=True)
 
