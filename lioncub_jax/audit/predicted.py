@@ -72,11 +72,11 @@ class Traffic(NamedTuple):
     @property
     def advice(self) -> str:
         """Two levels, where some owners have no matrix; else nothing."""
-        much = f"{self.filling:.0%} of what travels is empty, as there are few matrices for the owners: "
+        if self.filling <= MUCH:
+            return ""
         return (
-            f"{much}put devices together, Workers(mesh, axis, group=...)"
-            if self.filling > MUCH
-            else ""
+            f"{self.filling:.0%} of what travels is empty, as there are few matrices for the owners: put "
+            "devices together, Workers(mesh, axis, group=...)"
         )
 
     @property

@@ -36,7 +36,7 @@ GONE = {
     "StepState's by nnx.update(model, state.params, training.mean_model_state(state))",
     "on_mesh": "map the whole step, map_step(step, workers), and give the optimizer the Workers: its init "
     "makes the state of all of them",
-    "overlap_options": "give the compiler the options of docs/how_to/profile.md, "
+    "overlap_options": "give the compiler the options of docs/reports/accelerators.md, "
     "make_train_step(...).compiled({...})",
     "own_state": "map_step averages statistics; what is each worker's own goes in a box, "
     "training.own(x, workers)",
