@@ -29,7 +29,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a compiler without its devices 
 import jax
 import report
 from aot import machines, programs, reading
-from aot.programs import LION
+from aot.programs import ADAMW, LION
 
 import lioncub_jax as lc
 from lioncub_jax.audit import collectives
@@ -113,7 +113,7 @@ def methods(model: str) -> list[str]:
     """The steps that are compiled of a model."""
     of = programs.MODELS[model]()
     further = [TWO_LEVELS] * (of.fsdp == 1) + [programs.BUCKETS] * (of.loss is not None)
-    return [LION, *programs.METHODS, *further]
+    return [LION, ADAMW, *programs.METHODS, *further]
 
 
 def by_step(rows: report.Rows) -> dict[tuple[str, str, str], dict[str, Any]]:

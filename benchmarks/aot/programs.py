@@ -12,7 +12,12 @@ from optax.contrib import MuonDimensionNumbers
 
 import lioncub_jax as lc
 
-LION = "optax.lion"
+LION, ADAMW = "optax.lion", "optax.adamw"
+# Ordinary data parallelism, in which XLA adds up float32 gradients: what the methods are compared with.
+PLAIN: dict[str, Callable[[float], optax.GradientTransformation]] = {
+    LION: optax.lion,
+    ADAMW: optax.adamw,
+}
 # What optimizers are compared by memory and on GPUs.
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     LION: lambda **axes: lc.global_gradients(optax.lion(1e-4), **axes),
@@ -27,6 +32,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "vote, 2 bits": lambda **axes: lc.lion_cub(1e-4, quantizer=lc.quantize.midrise(2), **axes),
     "average": lambda **axes: lc.distributed_lion(1e-4, average=True, **axes),
     "owner, 3 bits": OPTIMIZERS["owner_lion"],
+    "owner_adamw": OPTIMIZERS["owner_adamw"],
 }
 BUCKETS = "vote, 1 bit, 8 buckets"  # with what XLA must be told to overlap them
 # docs/reports/accelerators.md says what each does; on a CPU collectives are synchronous.
@@ -148,14 +154,14 @@ def sizes(model: Model, devices: int, group: int = 1) -> dict[str, int]:
 
 
 def lowered(model: Model, method: str, mesh: Mesh) -> tuple[Any, Any]:
-    """The step of a method, before XLA; and its transform, None for float32 Lion.
+    """The step of a method, before XLA; and its transform, None for an optimizer of `PLAIN`.
 
     Raises:
       TypeError: for a model whose loss cannot be traced by the shapes of its parameters and windows.
     """
     specs = specs_of(model, mesh)
-    if method == LION:
-        return _plain(model, mesh, specs), None
+    if method in PLAIN:
+        return _plain(PLAIN[method](1e-4), model, mesh, specs), None
     group = "group" if "group" in mesh.axis_names else None
     workers = lc.Workers(mesh, "data", group)
     options = None
@@ -185,16 +191,17 @@ def specs_of(model: Model, mesh: Mesh) -> Any:
     return jax.tree.map(lambda x: P("fsdp") if _cut(x, mesh) else P(), model.params)
 
 
-def _plain(model: Model, mesh: Mesh, specs: Any) -> Any:
-    """Float32 Lion as users run it: ordinary data parallelism under ``jit``."""
-    tx, axes = optax.lion(1e-4), tuple(mesh.axis_names)
+def _plain(tx: optax.GradientTransformation, model: Model, mesh: Mesh, specs: Any) -> Any:
+    """An optimizer of optax as users run it: ordinary data parallelism under ``jit``."""
+    axes = tuple(mesh.axis_names)
 
     def lay(x: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     params = jax.tree.map(lay, model.params, specs)
     state = jax.eval_shape(tx.init, model.params)
-    state = (state[0]._replace(count=lay(state[0].count, P()), mu=params), *state[1:])
+    moments = {name: params for name in ("mu", "nu") if name in state[0]._fields}
+    state = (state[0]._replace(count=lay(state[0].count, P()), **moments), *state[1:])
     state = jax.tree.map(lambda x: x if x.sharding else lay(x, P()), state)
 
     def step(grads_or_batch: Any, params: Any, state: Any) -> Any:
