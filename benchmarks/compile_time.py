@@ -1,6 +1,6 @@
 """Time to compile a whole training step of 100 and of 300 parameter arrays, against optax's own.
 
-    python benchmarks/compile_time.py [--arrays 100 300] [--width 64]
+    python benchmarks/compile_time.py [--quick] [--arrays 100 300] [--width 64]
 
 The step of a byte GPT, layers unrolled, on 8 CPU devices: loss, gradient and update, as a user compiles
 it. ``optax.lion`` and ``optax.adamw`` are ordinary data parallelism under ``jax.jit``: parameters on every
@@ -109,6 +109,7 @@ def measured(leaves: int, width: int, rounds: int) -> dict[str, dict[str, float]
 
 def main() -> None:
     parser = report.parser(__doc__)
+    parser.add_argument("--quick", action="store_true", help="100 arrays only")
     parser.add_argument("--arrays", nargs="+", type=int, default=[100, 300])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--width", type=int, default=64, help="of the model; 64 makes small arrays")
@@ -120,12 +121,14 @@ def main() -> None:
         print(json.dumps(one(args.one[0], int(args.one[1]), args.width)))
         return
     rows = []
-    for leaves in args.arrays:
+    for leaves in [100] if args.quick else args.arrays:
         medians = measured(leaves, args.width, args.rounds)
         for method, seconds in medians.items():
             plain = medians[PLAIN.get(method, LION)]
             over = {part: taken / plain[part] for part, taken in seconds.items()}
-            rows.append({"arrays": leaves, "method": method, "seconds": seconds, "over_plain": over})
+            rows.append(
+                {"arrays": leaves, "method": method, "seconds": seconds, "over_plain": over}
+            )
     about = {"benchmark": "compile_time", "workers": WORKERS, "width": args.width}
     report.finish({**about, "rounds": args.rounds, "rows": rows}, args.save)
 
