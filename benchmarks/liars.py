@@ -4,7 +4,8 @@
 
 A liar knows what all honest workers send in a step, and replaces what it encodes. The attacks are those of
 the literature. Rates were chosen without liars. A row has the accuracies of three seeds at the end. The
-table of docs/reports/faults.md is written anew. Its last four methods are of commit e6d7b15.
+table of docs/reports/faults.md is written anew. The last four methods but
+`owner_muon` are of commit e6d7b15.
 """
 
 from functools import partial
@@ -18,6 +19,8 @@ import optax
 import report
 from oracle import coding, simulate
 from oracle import lion as reference
+from oracle import muon as reference_muon
+from optax.contrib import MuonDimensionNumbers
 from sklearn.datasets import load_digits
 
 ROWS = Path(__file__).parent / "results" / "liars.jsonl"
@@ -30,6 +33,17 @@ ATTACKS = (
     "largest codes", "mimic", "labels",
 )  # fmt: skip
 VOTE, OWNER = reference.local_momentum, reference.momentum_at_owner
+
+
+def muon(b1, b2, codes):
+    """Muon of all matrices at the owner, and Adam of the biases."""
+
+    def numbers(params):
+        return jax.tree.map(lambda x: MuonDimensionNumbers() if x.ndim == 2 else None, params)
+
+    return reference_muon.muon_at_owner(numbers, b1, b2=b2, codes=codes)
+
+
 # The method of two betas and some codes, the betas, the codes, and the rate.
 METHODS = {
     "mean": (OWNER, (0.9, 0.99), coding.dense(), 8e-3),
@@ -38,6 +52,7 @@ METHODS = {
     "average": (partial(VOTE, decide=reference.average), (0.9, 0.99), coding.sign(), 1.6e-2),
     "int8": (VOTE, (0.9, 0.99), coding.integer(8), 8e-3),
     "owner_lion": (OWNER, (0.9, 0.99), coding.error_feedback(coding.midrise(3)), 8e-3),
+    "owner_muon": (muon, (0.95, 0.98), coding.error_feedback(coding.midrise(3)), 3.2e-2),
 }
 
 
