@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import report
+from optax.contrib import MuonDimensionNumbers
 from oracle import coding, simulate
 from oracle import lion as reference
 from oracle import muon as reference_muon
-from optax.contrib import MuonDimensionNumbers
 from sklearn.datasets import load_digits
 
 ROWS = Path(__file__).parent / "results" / "liars.jsonl"
