@@ -4,8 +4,8 @@
 
 A liar knows what all honest workers send in a step, and replaces what it encodes. The attacks are those of
 the literature. Rates were chosen without liars. A row has the accuracies of three seeds at the end. The
-table of docs/reports/faults.md is written anew. The last four methods but
-`owner_muon` are of commit e6d7b15.
+table of docs/reports/faults.md is written anew. The last four columns
+are of commit e6d7b15.
 """
 
 from functools import partial
@@ -129,8 +129,9 @@ def documented(document: str, rows: report.Rows) -> str:
         title = ("nobody", "1, the worst of all", "2, {attack}", "3, {attack}")[row["liars"]]
         line = lines.setdefault(title.format(**row), {})
         line[row["method"]] = min(line.get(row["method"], 1.0), np.mean(row["accuracy"]))
-    cells = [[title, *(f"{x:.2f}" for x in line.values())] for title, line in lines.items()]
-    table = report.markdown(["liars", *lines["nobody"]], cells)
+    names = [*METHODS, *(name for name in lines["nobody"] if name not in METHODS)]
+    cells = [[title, *(f"{line[name]:.2f}" for name in names)] for title, line in lines.items()]
+    table = report.markdown(["liars", *names], cells)
     return report.written(document, {"liars": table})
 
 

@@ -46,7 +46,7 @@ class CNN(nn.Module):
     """Three convolutions with group norm, and a dense layer."""
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> Any:
         for width in (16, 32, 64):
             x = nn.relu(nn.GroupNorm(4)(nn.Conv(width, (3, 3))(x)))
             x = nn.max_pool(x, (2, 2), (2, 2), padding="SAME")
@@ -57,7 +57,7 @@ class ViT(nn.Module):
     """Two blocks of width 32 on patches of 2 x 2."""
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> Any:
         x = nn.Conv(32, (2, 2), (2, 2), name="embedding")(x).reshape(len(x), 16, 32)
         x += self.param("positions", nn.initializers.normal(0.02), (16, 32))
         for _ in range(2):
@@ -146,7 +146,7 @@ class Program:
         )
 
     def loss(self, params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
-        logits = self.model.apply(params, images)
+        logits: Any = self.model.apply(params, images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     def one(self, params: Any, state: Any, images: Any, labels: Any, rate: Any) -> Any:
@@ -155,8 +155,8 @@ class Program:
         return optax.apply_updates(params, updates), state
 
     def held_out(self, params: Any, images: jax.Array, labels: jax.Array) -> Any:
-        hits = self.model.apply(params, images).argmax(-1) == labels
-        return self.loss(params, images, labels), hits.mean()
+        logits: Any = self.model.apply(params, images)
+        return self.loss(params, images, labels), (logits.argmax(-1) == labels).mean()
 
     def run(self, rate: float, seed: int) -> dict[str, Any]:
         images, labels = digits()
