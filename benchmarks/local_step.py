@@ -26,12 +26,20 @@ import report
 
 import lioncub_jax as lc
 from lioncub_jax import optimizers
-from lioncub_jax.exchange import decide, layout, matrices, transform, wires
+from lioncub_jax.exchange import decide, layout, transform, wires
+from lioncub_jax.exchange.at_owner import AtOwner
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.layout import BucketLayout
-from lioncub_jax.exchange.message import pack_message, unpack_message
-from lioncub_jax.exchange.pieces import BucketPlan, WorkerPlan
-from lioncub_jax.exchange.step import Exchange
+from lioncub_jax.exchange.plan import (
+    BucketPlan,
+    Exchange,
+    WorkerPlan,
+    bucket_leaves,
+    deal_of,
+    format_of,
+    sizes_of_part,
+)
+from lioncub_jax.exchange.wires import pack_message, unpack_message
 
 WORKERS = 8
 LION, ADAMW, MUON = "optax.lion", "optax.adamw", "optax.contrib.muon"
@@ -85,14 +93,14 @@ def voting(params: Any, **parts: Any) -> Candidate:
     )  # fmt: skip
     state = lc.communicate(workers="data", momentum=rule).init(params)
     leaves = jax.tree.leaves(params)
-    shared, buckets = transform.bucket_leaves(exchange, leaves, [()] * len(leaves), WORKERS, 1)
+    shared, buckets = bucket_leaves(exchange, leaves, [()] * len(leaves), WORKERS, 1)
     parts = [jnp.zeros((x.rows_per_chunk, ROW)) for x in shared] if shared else params
     error = transform.zero_errors(codec, parts)
     if shared:  # whole matrices are dealt
         state = state._replace(mu=transform.flats([None] * len(shared), shared))
         error = transform.flats(error, shared)
     state = state._replace(error=error)
-    dealt = [transform.deal_of(bucket, shared) for bucket in buckets]
+    dealt = [deal_of(bucket, shared) for bucket in buckets]
     if decision.has_state:
         chunks = [jnp.zeros((b.rows_per_chunk, ROW)) for b in buckets]
         held = [decision.init(*chunk) for chunk in zip(chunks, dealt, strict=True)]
@@ -101,10 +109,10 @@ def voting(params: Any, **parts: Any) -> Candidate:
     def step(params, state, grads):
         here, sizes = [], [None] * len(leaves)
         if shared:
-            sizes = [transform.sizes_of_part(x, jnp.int32(0), True) for x in shared]
+            sizes = [sizes_of_part(x, jnp.int32(0), True) for x in shared]
         for bucket, deal in zip(buckets, dealt, strict=True):
             pieces = layout.pieces(bucket, state.count)
-            fmt = transform.format_of(exchange, bucket)
+            fmt = format_of(exchange, bucket)
             rows = layout.row_sizes(bucket, sizes, codec.midtread or decision.has_state)
             here.append(BucketPlan(bucket, pieces, fmt, rows, shard=0, num_shards=1, deal=deal))
         plan = WorkerPlan(
@@ -120,7 +128,7 @@ def voting(params: Any, **parts: Any) -> Candidate:
 
 def wire_bytes(exchange: Exchange, buckets: Sequence[BucketLayout]) -> int:
     """Bytes of memory that sending and receiving touch: out, in, this owner's reply, all replies."""
-    formats = [transform.format_of(exchange, bucket) for bucket in buckets]
+    formats = [format_of(exchange, bucket) for bucket in buckets]
     return 4 * sum(
         2 * WORKERS * fmt.message.words + (1 + WORKERS) * fmt.reply.words for fmt in formats
     )
@@ -145,9 +153,7 @@ def muons(params: Any) -> dict[str, Candidate]:
     stacked = optax.contrib.muon(
         1e-4, consistent_rms=0.2, muon_weight_dimension_numbers=[numbers] * len(stacks)
     )
-    owner = matrices.AtMatrices(
-        optimizers.muon_of_matrix(), lc.decide.codes(2), optax.scale_by_adam(), None
-    )
+    owner = AtOwner(optimizers.muon_of_matrix(), lc.decide.codes(2), optax.scale_by_adam(), None)
     return {
         MUON: plain(optax.contrib.muon(1e-4, consistent_rms=0.2), params),
         f"{MUON}, stacked": plain(stacked, stacks)._replace(params=stacks),

@@ -27,8 +27,9 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from lioncub_jax.exchange import checks, dealing, decide, momentum, quantize, wires
-from lioncub_jax.exchange.arguments import (
+from lioncub_jax.exchange import checks, decide, matrices, momentum, quantize, wires
+from lioncub_jax.exchange.at_owner import AtOwner
+from lioncub_jax.exchange.checks import (
     check_betas,
     check_count,
     check_decay,
@@ -37,10 +38,9 @@ from lioncub_jax.exchange.arguments import (
     check_number,
     check_rates,
 )
-from lioncub_jax.exchange.dealing import DimensionNumbers
 from lioncub_jax.exchange.decide import ReplyCodec
 from lioncub_jax.exchange.mapped import on_workers
-from lioncub_jax.exchange.matrices import AtMatrices
+from lioncub_jax.exchange.matrices import DimensionNumbers
 from lioncub_jax.exchange.quantize import Quantizer
 from lioncub_jax.exchange.sync import Schedule, sync_momentum
 from lioncub_jax.exchange.transform import communicate
@@ -407,7 +407,7 @@ def owner_muon(
     )  # fmt: skip
 
     def labels(params: optax.Params) -> Any:
-        each = dealing.matrices_of(muon_weight_dimension_numbers, params)
+        each = matrices.matrices_of(muon_weight_dimension_numbers, params)
         return jax.tree.unflatten(jax.tree.structure(params), [bool(one.rows) for one in each])
 
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate
@@ -511,7 +511,7 @@ def owner(
     decision = decide.at_owner(tx, reply)
     if rest is not None:
         check_kinds(rest=(rest, optax.GradientTransformation))
-        decision = AtMatrices(tx, reply, rest, dimension_numbers)
+        decision = AtOwner(tx, reply, rest, dimension_numbers)
     return communicate(
         workers=workers, momentum=momentum.nothing(), quantizer=quantizer, wire=wire,
         decision=decision, bucket_size=bucket_size,

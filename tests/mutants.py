@@ -37,7 +37,7 @@ MUTANTS = r"""
 - jnp.min(num_present)
 + jnp.max(num_present)
 
-# exchange/single.py: reference optimizer chains contract
+# exchange/step.py: reference optimizer chains contract
 = a single worker ignores that it shall abstain
 - axes.any_over_shards(abstains | ~axes.all_finite(values), axis)
 + axes.any_over_shards(~axes.all_finite(values), axis)
@@ -64,7 +64,7 @@ MUTANTS = r"""
 -         return x
 +         return jnp.sign(x)
 
-# exchange/pieces.py: reference optimizer chains contract quantize
+# exchange/step.py: reference optimizer chains contract quantize
 = the error of a worker that abstains is forgotten
 - error = xla.chosen(participates, new, old, error,
 + error = xla.chosen(participates, new, old, 0 * error,
@@ -81,7 +81,7 @@ MUTANTS = r"""
 - sizes[first:][:size]
 + sizes[:size]
 
-# exchange/pieces.py: sharding accounting optimizer contract
+# exchange/step.py: sharding accounting optimizer contract
 = a leaf in shards has the scale of one shard
 - float(s.size) * bucket.num_shards
 + float(s.size)
@@ -94,7 +94,7 @@ MUTANTS = r"""
 -         x = layout.zero_padding(x, plan.row_sizes[i])
 +         pass
 
-# exchange/arguments.py: bad_input contract
+# exchange/checks.py: bad_input contract
 = a beta of 1 is let through
 - 0 <= beta < 1
 + 0 <= beta <= 1
@@ -153,7 +153,7 @@ MUTANTS = r"""
 - jnp.where(participates[worker], decode(codes(worker), scales), 0)
 + decode(codes(worker), scales)
 
-# exchange/dealing.py: muon contract
+# exchange/matrices.py: muon contract
 = a matrix goes to the owner with the most work
 - heapq.heapreplace(heap, (load + kind.work, owner))
 + heapq.heapreplace(heap, (load - kind.work, owner))
@@ -175,6 +175,7 @@ MUTANTS = r"""
 - jnp.where(known, saturated(n, rows.dtype), o)
 + saturated(n, rows.dtype)
 
+# exchange/at_owner.py: muon contract
 = embeddings in the holes are taken for parts of matrices
 - jnp.where(known & of_matrix, mean, jnp.nan)
 + jnp.where(known, mean, jnp.nan)
@@ -235,7 +236,7 @@ MUTANTS = r"""
 - sent = zero_unless(participates, received.planes, fmt)
 + sent = received.planes
 
-# exchange/message.py: liars
+# exchange/wires.py: liars
 = who takes part is added up as it comes
 - numbers[:, 0, 0] & 1
 + numbers[:, 0, 0]
@@ -379,7 +380,7 @@ MUTANTS = r"""
 - spec if x.size else P()
 + spec
 
-# exchange/holders.py: chains
+# exchange/mapped.py: chains
 = what stands behind an exchange is each worker's own too
 - i < last and not inside[i]
 + i != last and not inside[i]
@@ -678,7 +679,7 @@ MUTANTS = r"""
 - jnp.all(jnp.isfinite(x)) for x
 + jnp.isfinite(jnp.max(jnp.abs(x))) for x
 
-# exchange/arguments.py: ranges
+# exchange/checks.py: ranges
 = a beta that loses half of the numbers of a dtype is kept
 - .eps) / 2
 + .eps) / 4
@@ -698,7 +699,7 @@ MUTANTS = r"""
 - if len(short) != 1 or any
 + if short or any
 
-# exchange/traced.py: bad_input
+# exchange/checks.py: bad_input
 = a transform that sorts runs on a slice
 - "cum|sort|rev$
 + "cum|rev$

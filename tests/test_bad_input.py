@@ -16,8 +16,8 @@ from contract import traced
 
 import lioncub_jax as lc
 from lioncub_jax.baselines.terngrad import Total
-from lioncub_jax.exchange import arguments
-from lioncub_jax.exchange.arguments import part
+from lioncub_jax.exchange import checks
+from lioncub_jax.exchange.checks import part
 
 Q, D, WIRES, SYNC = lc.quantize, lc.decide, lc.wires, lc.sync
 PARAMS = {"w": jnp.ones((5,))}
@@ -324,7 +324,7 @@ def injected(**options):
 def test_an_array_is_checked_inside_of_a_trace_as_outside():
     # optax.inject_hyperparams makes arrays of numbers, and what JAX compares in a trace is a tracer.
     def check(x, b1):
-        arguments.check_betas(b1=b1)
+        checks.check_betas(b1=b1)
         return x
 
     for b1, words in ((0.9, None), (1.5, "b1= ... give a number in [0, 1)")):

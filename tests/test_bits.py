@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lioncub_jax.exchange import bits, transform
-from lioncub_jax.exchange.message import BucketStats
+from lioncub_jax.exchange.wires import BucketStats
 
 
 def key_words(x):

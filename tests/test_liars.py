@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
 from lioncub_jax.baselines.terngrad import Total
-from lioncub_jax.exchange import bits, message, wires
+from lioncub_jax.exchange import bits, wires
 
 Q, D, W = lc.quantize, lc.decide, lc.wires
 WORKERS, ALL = 4, 0xFFFFFFFF  # the first lies, and owns all rows that are no padding
@@ -34,9 +34,9 @@ def told(monkeypatch, parts, where, lies):
         def changed(sent, form):
             words, size, each = honest(sent, form), getattr(form, of), []
             for lie in lies.values():
-                planes, numbers, rows = lie(form, *message.split(size, words))
+                planes, numbers, rows = lie(form, *wires.split(size, words))
                 parts = len(words), planes, list(numbers.T), rows
-                each.append(message.concatenate(size, *parts))
+                each.append(wires.concatenate(size, *parts))
             return jnp.where(jax.lax.axis_index(AXIS) == 0, jnp.stack(each)[which], words)
 
         own = jax.tree.map(lambda g: g[0], grads)

@@ -33,7 +33,7 @@ from optax.contrib import MuonDimensionNumbers as Numbers
 from oracle import muon as reference
 
 import lioncub_jax as lc
-from lioncub_jax.exchange import dealing
+from lioncub_jax.exchange import matrices
 
 # A matrix, several by a leading axis and by one in the middle, heads, and leaves that are none.
 SHAPES = {
@@ -243,8 +243,8 @@ def test_owners_are_full_and_their_work_is_even_where_there_are_more_matrices(mo
     shapes, rest = MODELS[model]
     leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (*shapes, (rest,))]
     numbers = [*[Numbers(1, 2)] * len(shapes), None]
-    matrices = dealing.matrices_of(numbers, [jnp.zeros((1,) * x.ndim) for x in leaves])
-    [deal] = dealing.deals(leaves, [()] * len(leaves), matrices, workers, (), 1)
+    found = matrices.matrices_of(numbers, [jnp.zeros((1,) * x.ndim) for x in leaves])
+    [deal] = matrices.deals(leaves, [()] * len(leaves), found, workers, (), 1)
     elements = sum(math.prod(s) for s in shapes) + rest
     filling = workers * deal.rows * 128 / elements - 1
     loads = [
@@ -273,14 +273,14 @@ def test_every_element_has_one_place_and_a_matrix_lies_with_one_owner(leaves, wo
         arrays.append(np.arange(first, first + math.prod(shape), dtype=np.float32).reshape(shape))
         first += math.prod(shape)
     numbers = [Numbers(1, 2) if whole else None for *_, whole in leaves]
-    matrices = dealing.matrices_of(numbers, [jnp.asarray(x) for x in arrays])
-    [deal] = dealing.deals(arrays, [()] * len(arrays), matrices, workers, (), group)
-    rows = np.asarray(dealing.join(list(map(jnp.asarray, arrays)), deal))
-    back = dealing.split(jnp.asarray(rows), deal)
+    found = matrices.matrices_of(numbers, [jnp.asarray(x) for x in arrays])
+    [deal] = matrices.deals(arrays, [()] * len(arrays), found, workers, (), group)
+    rows = np.asarray(matrices.join(list(map(jnp.asarray, arrays)), deal))
+    back = matrices.split(jnp.asarray(rows), deal)
     assert all(np.array_equal(back[k], x) for k, x in enumerate(arrays))
     real = rows > 0
     assert len({*rows[real]}) == real.sum() == first - 1
-    sizes = [dealing.row_sizes(deal, jnp.int32(device)) for device in range(group)]
+    sizes = [matrices.row_sizes(deal, jnp.int32(device)) for device in range(group)]
     assert np.array_equal(np.concatenate(sizes), real.sum(1))
     owners = np.arange(len(rows))[:, None] % deal.rows_per_chunk // deal.rows * np.ones(128)
     owner = dict(zip(rows[real].tolist(), owners[real].tolist(), strict=True))

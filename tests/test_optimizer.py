@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 import lioncub_jax as lc
 from lioncub_jax.audit.compiled import collectives
 from lioncub_jax.exchange import layout, xla
-from lioncub_jax.exchange.arguments import part
+from lioncub_jax.exchange.checks import part
 from lioncub_jax.exchange.votes import Majority
 from lioncub_jax.mesh import border
 

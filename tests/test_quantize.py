@@ -11,7 +11,8 @@ from oracle import coding
 from test_against_reference import both
 
 import lioncub_jax as lc
-from lioncub_jax.exchange import bits, layout, pieces
+from lioncub_jax.exchange import bits, layout, plan
+from lioncub_jax.exchange.step import encode_contexts
 
 Q = lc.quantize
 RANDOM = Q.stochastic(0)
@@ -31,12 +32,12 @@ def encode(quantizer, x, step, worker, *, workers):
     (piece,) = bucket.pieces
     rows = layout.piece_to_rows(layout.join_piece([x], piece), piece)
     sizes = layout.row_sizes(bucket, [None])
-    here = pieces.BucketPlan(bucket, [piece], None, sizes, shard=0, num_shards=1)
-    plan = pieces.WorkerPlan(
+    here = plan.BucketPlan(bucket, [piece], None, sizes, shard=0, num_shards=1)
+    worker_plan = plan.WorkerPlan(
         (), worker=worker, num_workers=workers, num_steps=step, buckets=[here], group_buckets=(),
         row_sizes=[None], abstains_per_bucket=False,
     )  # fmt: skip
-    (context,) = pieces.encode_contexts(codec, plan, here, [rows])
+    (context,) = encode_contexts(codec, worker_plan, here, [rows])
     message = codec.encode(rows, context)
     parts = context.by_part(rows)
     planes = [x.reshape(len(parts), -1) for x in message.planes]

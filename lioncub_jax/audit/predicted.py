@@ -15,13 +15,11 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.audit.compiled import Collective, Operand
-from lioncub_jax.exchange.arguments import check_kinds
 from lioncub_jax.exchange.bits import ROW
-from lioncub_jax.exchange.checks import refused_functions
-from lioncub_jax.exchange.dealing import Deal
+from lioncub_jax.exchange.checks import check_kinds, jaxprs_in, named_axes, refused_functions
 from lioncub_jax.exchange.layout import Flat
 from lioncub_jax.exchange.mapped import MappedTransform
-from lioncub_jax.exchange.traced import jaxprs_in, named_axes
+from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.placement import Workers, check_workers
 from lioncub_jax.mesh.specs import Specs, axes_of, product, shard_shape, stacked

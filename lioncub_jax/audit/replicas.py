@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import wires
-from lioncub_jax.exchange.arguments import check_count
+from lioncub_jax.exchange.checks import check_count
 from lioncub_jax.mesh import axes, checksum
 from lioncub_jax.mesh.hosts import from_key_words, key_words
 from lioncub_jax.mesh.placement import Workers, check_workers

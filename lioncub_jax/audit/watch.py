@@ -19,7 +19,7 @@ import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from lioncub_jax.audit.units import bytes_text
-from lioncub_jax.exchange import compilations, scopes
+from lioncub_jax.exchange import compilations, wires
 
 if TYPE_CHECKING:
     from lioncub_jax.audit.compiled import Collective, Operand
@@ -78,7 +78,7 @@ def declared() -> Iterator[None]:
     Source: this library.
     """
     # The name is what is read; but a compilation cache on disk does not look at names.
-    with jax.named_scope(scopes.DECLARED), set_xla_metadata(lioncub="declared"):
+    with jax.named_scope(wires.DECLARED), set_xla_metadata(lioncub="declared"):
         yield
 
 
@@ -162,10 +162,10 @@ def look(name: str, texts: list[str], votes: bool) -> None:
         # a mapped step are checked.
         branches = [
             x.collective.gated
-            and "cond/branch_" in scopes.BRANCH_BY_COUNT.sub("", x.line)
-            and scopes.DECIDED not in x.line
+            and "cond/branch_" in wires.BRANCH_BY_COUNT.sub("", x.line)
+            and wires.DECIDED not in x.line
             for x in program.arrays
-            if scopes.VOTE.search(x.line)
+            if wires.VOTE.search(x.line)
         ]
         if branches and all(branches):
             warnings.warn(
@@ -210,7 +210,7 @@ class Program(NamedTuple):
 
 def read(text: str) -> Program | None:
     """Reads a program with votes that are labelled with the workers and their mesh; None without any."""
-    vote = scopes.VOTE.search(text)
+    vote = wires.VOTE.search(text)
     if vote is None:
         return None
     from lioncub_jax.audit.compiled import placed  # which brings much that is not needed before
@@ -278,11 +278,11 @@ def _meant(text: str) -> list[tuple[int, bool]]:
     """
     meant = []
     for line in text.splitlines():
-        name = scopes.MEANT.search(line)
+        name = wires.MEANT.search(line)
         if name is None:
             continue
         counts = [int(n) for n in (name[1] or "").split(".") if n]
-        if scopes.DECLARED in name[0]:
+        if wires.DECLARED in name[0]:
             made = _FLOATS.findall(line.partition("(")[0])
             counts += [math.prod(map(int, shape.split(","))) for shape in made]
         meant += [(n, "cond/branch_" in name[0]) for n in counts]

@@ -35,8 +35,8 @@ from jax.typing import ArrayLike
 from lioncub_jax.baselines import compression
 from lioncub_jax.baselines.compression import Leaves
 from lioncub_jax.exchange import at_owner, checks, wires
-from lioncub_jax.exchange.arguments import check_betas, check_number
-from lioncub_jax.exchange.holder import Holder
+from lioncub_jax.exchange.checks import check_betas, check_number
+from lioncub_jax.exchange.mapped import Holder
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers

@@ -4,7 +4,7 @@ import optax
 from jax.typing import ArrayLike
 
 from lioncub_jax.baselines.compression import behind, coded_mean, sgd_momentum
-from lioncub_jax.exchange.arguments import check_betas, check_rates
+from lioncub_jax.exchange.checks import check_betas, check_rates
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.optimizers import global_gradients

@@ -5,7 +5,7 @@ import optax
 
 from lioncub_jax.baselines.compression import coded_mean
 from lioncub_jax.exchange import checks
-from lioncub_jax.exchange.arguments import check_rates
+from lioncub_jax.exchange.checks import check_rates
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.optimizers import Mask

@@ -44,8 +44,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from lioncub_jax.baselines.compression import coded_mean
-from lioncub_jax.exchange import checks, decide, quantize, scopes, wires
-from lioncub_jax.exchange.arguments import check_betas, check_count, check_number
+from lioncub_jax.exchange import checks, decide, quantize, wires
+from lioncub_jax.exchange.checks import check_betas, check_count, check_number
 from lioncub_jax.exchange.mapped import on_workers
 from lioncub_jax.exchange.transform import CommunicateState
 from lioncub_jax.mesh import axes, placement
@@ -252,7 +252,7 @@ def zero_one_adam(
         # A branch for each, with collectives of its own; all workers take the same one, as they count
         # the same steps.
         branches = partial(step, in_floats), partial(step, in_codes)
-        with scopes.by_count():
+        with wires.by_count():
             some, state = jax.lax.cond(is_full, *branches, _wide(grads), state)
         with jax.numpy_dtype_promotion("standard"):  # optax takes a number to the power of a count
             mu = optax.tree.bias_correction(state.mu, b1, jnp.maximum(state.count, 1))

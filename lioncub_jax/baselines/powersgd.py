@@ -35,9 +35,9 @@ from jax.typing import DTypeLike
 from lioncub_jax.baselines import compression
 from lioncub_jax.baselines.compression import Leaves
 from lioncub_jax.exchange import checks, decide, quantize, rotation, wires
-from lioncub_jax.exchange.arguments import check_count, check_kinds
 from lioncub_jax.exchange.bits import ROW
-from lioncub_jax.exchange.holder import Holder
+from lioncub_jax.exchange.checks import check_count, check_kinds
+from lioncub_jax.exchange.mapped import Holder
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers

@@ -5,7 +5,7 @@ from jax.typing import ArrayLike
 
 from lioncub_jax.baselines.compression import sgd_momentum
 from lioncub_jax.exchange import decide, quantize, wires
-from lioncub_jax.exchange.arguments import check_betas
+from lioncub_jax.exchange.checks import check_betas
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.optimizers import Mask, descending, owner

@@ -3,7 +3,7 @@
 import optax
 from jax.typing import ArrayLike
 
-from lioncub_jax.exchange.arguments import check_betas
+from lioncub_jax.exchange.checks import check_betas
 from lioncub_jax.exchange.momentum import blend, nothing
 from lioncub_jax.exchange.transform import communicate
 from lioncub_jax.mesh.axes import AxisName

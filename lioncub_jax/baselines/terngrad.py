@@ -9,13 +9,12 @@ from jax.typing import ArrayLike
 
 from lioncub_jax.baselines import compression
 from lioncub_jax.exchange import bits, quantize, votes, wires
-from lioncub_jax.exchange.arguments import check_betas, check_number, part
-from lioncub_jax.exchange.decision import DecideContext, Planes
-from lioncub_jax.exchange.message import Format
+from lioncub_jax.exchange.checks import check_betas, check_number, part
 from lioncub_jax.exchange.momentum import nothing
 from lioncub_jax.exchange.quantize import Codec, Quantizer
 from lioncub_jax.exchange.transform import communicate
-from lioncub_jax.exchange.votes import Signs, Tally, Vote
+from lioncub_jax.exchange.votes import DecideContext, Planes, Signs, Tally, Vote
+from lioncub_jax.exchange.wires import Format
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers

@@ -24,7 +24,7 @@ from lioncub_jax.checkpoint import files
 from lioncub_jax.checkpoint.convert import Damaged, Leaves, entries, field_of, let_out, restored
 from lioncub_jax.checkpoint.files import STATE, About, line_of
 from lioncub_jax.checkpoint.names import nested
-from lioncub_jax.exchange.arguments import check_count
+from lioncub_jax.exchange.checks import check_count
 from lioncub_jax.mesh.checksum import checksums
 from lioncub_jax.mesh.hosts import gathered_json
 from lioncub_jax.mesh.placement import Workers, check_real

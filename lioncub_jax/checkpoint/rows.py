@@ -2,7 +2,7 @@
 
 In training, momentum of a group lies in slices of buckets, and state of owners in slices of 1/W: rows of
 128. Each device gathers the rows of a bucket, and splits and joins them as a step does, so that
-`exchange.layout` and `exchange.dealing` alone know their order. A leaf has the dtype of its rows.
+`exchange.layout` and `exchange.matrices` alone know their order. A leaf has the dtype of its rows.
 """
 
 import functools
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange import dealing, layout, matrices, wires
+from lioncub_jax.exchange import layout, matrices, wires
+from lioncub_jax.exchange.at_owner import Inner
 from lioncub_jax.exchange.bits import ROW, round_up
-from lioncub_jax.exchange.dealing import Deal
 from lioncub_jax.exchange.layout import BucketLayout
-from lioncub_jax.exchange.matrices import Inner
+from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.mesh.axes import names, worker_index
 from lioncub_jax.mesh.placement import Workers
@@ -109,7 +109,7 @@ class Rows(NamedTuple):
                 rows = _to_rows(parts, self.bucket, self._over, chunk)
             else:
                 rows = _to_rows(parts, self.bucket, self._over, self.bucket.rows_per_chunk)
-                rows = self._to_owners(matrices.cut(rows, self.deal, self.part))
+                rows = self._to_owners(matrices.cut_rows(rows, self.deal, self.part))
             return rows.reshape(local).astype(to.dtype)
 
         specs = ({name: leaf.sharding.spec for name, leaf in types.items()},)
@@ -142,7 +142,7 @@ def _to_leaves(x: jax.Array, bucket: BucketLayout | Deal, over: Any) -> dict[int
     if len(x) < bucket.num_chunks * bucket.rows_per_chunk:
         x = wires.gather_rows(x, over)
     if isinstance(bucket, Deal):
-        return dealing.split(x, bucket)
+        return matrices.split(x, bucket)
     return layout.split_bucket(x, bucket.pieces)
 
 
@@ -150,7 +150,7 @@ def _to_rows(leaves: Any, bucket: BucketLayout | Deal, over: Any, num_rows: int)
     """The rows of a bucket that this device has, at least float32: a chunk, or all."""
     if isinstance(bucket, Deal):
         none = {s.leaf: jnp.zeros(s.shape) for s in bucket.segments}
-        rows = dealing.join(none | leaves, bucket)
+        rows = matrices.join(none | leaves, bucket)
     else:
         wide, parts = common_dtype(jnp.float32, *leaves.values()), []
         for piece in bucket.pieces:

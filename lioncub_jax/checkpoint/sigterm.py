@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from lioncub_jax.exchange.arguments import check_count
+from lioncub_jax.exchange.checks import check_count
 from lioncub_jax.mesh.hosts import any_process
 
 

@@ -1,20 +1,29 @@
 """An optimizer at the owner of a chunk: it decodes values, averages them, and encodes the result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from lioncub_jax.exchange import bits, layout, quantize, rotation, traced, xla
-from lioncub_jax.exchange.arguments import check_floating, check_kinds, part
+from lioncub_jax.exchange import bits, checks, layout, matrices, quantize, rotation, xla
 from lioncub_jax.exchange.bits import ROW
-from lioncub_jax.exchange.dealing import Deal
-from lioncub_jax.exchange.decision import DecideContext, Decision, Place, Planes
-from lioncub_jax.exchange.means import at_least_float32
-from lioncub_jax.exchange.message import (
+from lioncub_jax.exchange.checks import check_floating, check_kinds, part
+from lioncub_jax.exchange.matrices import Deal, DimensionNumbers, Matrices, Place, widened
+from lioncub_jax.exchange.quantize import Codec, Quantizer
+from lioncub_jax.exchange.votes import (
+    DecideContext,
+    Decision,
+    Planes,
+    Signs,
+    decode_signs,
+    number_of_ties,
+    with_tie_bits,
+)
+from lioncub_jax.exchange.wires import (
     BucketStats,
     Format,
     Inbox,
@@ -23,13 +32,6 @@ from lioncub_jax.exchange.message import (
     Sums,
     reply_size,
     unpack_scales,
-)
-from lioncub_jax.exchange.quantize import Codec, Quantizer
-from lioncub_jax.exchange.votes import (
-    Signs,
-    decode_signs,
-    number_of_ties,
-    with_tie_bits,
 )
 
 
@@ -66,23 +68,50 @@ class ReplyCodec(NamedTuple):
     init: Callable[[jax.Array], jax.Array | tuple[()]] = lambda rows: ()
 
 
+class Inner(NamedTuple):
+    """State of two transforms: arrays ``[rows, 128]``, and numbers.
+
+    Attributes:
+      matrices: of that of matrices.
+      rest: of that of the other leaves.
+    """
+
+    matrices: Any
+    rest: Any
+
+
 @part
 class AtOwner(Decision):
     """``u, s = tx(mean_i dequantize(q_i), s)``, see `at_owner`.
 
     Attributes:
-      tx: a pytree of its numbers.
-      codec: encodes ``u``.
+      tx: a pytree of its numbers; elementwise, or with ``rest`` given one matrix ``[m, n]`` at a time.
+      reply_codec: encodes ``u``.
+      rest: elementwise, for what belongs to no matrix; None where rows are no whole matrices.
+      numbers: which leaves are matrices, see `matrices.matrices_of`.
     """
 
     tx: optax.GradientTransformation
-    codec: ReplyCodec
+    reply_codec: ReplyCodec
+    rest: optax.GradientTransformation | None = None
+    numbers: DimensionNumbers = None
     has_state = True
 
     @property
     def name(self) -> str:  # type: ignore[override]
         """For errors and reports."""
-        return f"at the owner, {self.codec.name}"
+        return f"at the owner, {self.reply_codec.name}"
+
+    @property
+    def of_matrices(self) -> bool:  # type: ignore[override]
+        """True with ``rest``."""
+        return self.rest is not None
+
+    def matrices_of(
+        self, params: optax.Params, specs: Sequence[P] | None = None
+    ) -> tuple[Matrices, ...] | None:
+        """The matrices of each leaf; None without ``rest``."""
+        return None if self.rest is None else matrices.matrices_of(self.numbers, params, specs)
 
     def codec_of(self, quantizer: Quantizer) -> Codec:
         """The values of a quantizer."""
@@ -95,9 +124,17 @@ class AtOwner(Decision):
 
     def init(self, rows: jax.Array, deal: Deal | None) -> OwnerState:
         """State of ``tx`` and the error of replies; ``ValueError`` if ``tx`` needs more than a chunk."""
-        inner = self.tx.init(rows)
-        traced.check_elementwise(self.tx, rows, inner)
-        return OwnerState(inner, self.codec.init(rows))
+        inner: Any
+        if self.rest is None:
+            inner = self.tx.init(rows)
+            checks.check_elementwise(self.tx, rows, inner)
+        else:
+            assert deal is not None
+            whole, other = [matrices.cut_rows(rows, deal, part) for part in Inner._fields]
+            inner = Inner(self.tx.init(whole), self.rest.init(other))
+            checks.check_elementwise(self.tx, whole, inner.matrices, may_mix=True)
+            checks.check_elementwise(self.rest, other, inner.rest)
+        return OwnerState(inner, self.reply_codec.init(rows))
 
     def decide(
         self, received: Inbox | Sums, context: DecideContext, state: OwnerState
@@ -109,28 +146,47 @@ class AtOwner(Decision):
         known = known_elements(mean, received.present, context.row_sizes)
         u, inner = self.run(mean, known, context.place, state.inner)
         stats = BucketStats(jnp.uint32(0), (), received.present)
-        reply, error = self.codec.encode(u, context, stats, state.error)
+        reply, error = self.reply_codec.encode(u, context, stats, state.error)
         return reply, OwnerState(inner, error)
 
     def run(
-        self, mean: jax.Array, known: jax.Array, place: Place, state: optax.OptState
-    ) -> tuple[jax.Array, optax.OptState]:
+        self, mean: jax.Array, known: jax.Array, place: Place, state: Any
+    ) -> tuple[jax.Array, Any]:
         """``u`` in float32, NaN where the mean is not known, and the next state, which stays there."""
-        return elementwise(self.tx, mean, known, state)
+        worker, deal = place
+        if self.rest is None:
+            return elementwise(self.tx, mean, known, state)
+        assert deal is not None
+        each = len(mean) // deal.rows  # owners of this worker
+        owners = worker * each + jnp.arange(each, dtype=jnp.int32)
+        ends = jnp.array(deal.matrix_rows)[owners]
+        of_matrix = (jnp.arange(deal.rows)[None] < ends[:, None]).reshape(-1, 1)
+        given = jnp.where(known & of_matrix, mean, jnp.nan)
+        given = matrices.cut_rows(given, deal, "matrices").reshape(each, -1, ROW)
+        own, known_own = [matrices.cut_rows(x, deal, "rest") for x in (mean, known & ~of_matrix)]
+
+        u_matrices, whole = matrices.update_matrices(self.tx, given, place, state.matrices)
+        u_rest, rest = elementwise(self.rest, own, known_own, state.rest)
+
+        u = (
+            matrices.in_place(u_matrices, deal, "matrices", each),
+            matrices.in_place(u_rest, deal, "rest", each),
+        )
+        return jnp.where(known, jnp.where(of_matrix, *u), jnp.nan), Inner(whole, rest)
 
     def decode(
         self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
     ) -> jax.Array:
         """The decoded reply."""
-        return self.codec.decode(planes, row_data, num_rows)
+        return self.reply_codec.decode(planes, row_data, num_rows)
 
     def reply_size(self, codec: Codec, num_rows: int, num_workers: int) -> Size:
         """Size of the coded reply."""
-        return self.codec.size(num_rows)
+        return self.reply_codec.size(num_rows)
 
     def local_update(self, x: jax.Array) -> jax.Array:
         """The sign, or ``x`` itself."""
-        return self.codec.local_update(x)
+        return self.reply_codec.local_update(x)
 
     def decide_locally(
         self,
@@ -192,11 +248,6 @@ def elementwise(
     u, new = tx.update(jnp.where(known, mean, 0), jax.tree.map(widened, state))
     u = jnp.where(known, u.astype(jnp.float32), jnp.nan)
     return u, _where_known(xla.behind(known, u), new, state)
-
-
-def widened(x: jax.Array) -> jax.Array:
-    """A moment wide enough that no beta is rounded with it; a counter as it is."""
-    return at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _where_known(known: jax.Array, new: optax.OptState, old: optax.OptState) -> optax.OptState:

@@ -1,24 +1,121 @@
 """Errors and warnings when a transform is built or traced; each has what to do instead."""
 
 import contextvars
+import dataclasses
 import functools
 import inspect
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.typing import DTypeLike
 
 from lioncub_jax.exchange import compilations, wires
-from lioncub_jax.exchange.quantize import Codec, Quantizer
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.mesh.checksum import checksum
 from lioncub_jax.mesh.placement import check_arrays
+
+Part = TypeVar("Part")
+
+
+@dataclass_transform(frozen_default=True)
+def part(cls: type[Part]) -> type[Part]:
+    """A class of parts: a frozen dataclass, and a pytree, so that numbers in it may be traced arrays."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False)(cls))
+
+
+def check_number(
+    given: str, x: Any, fits: Callable[[Any], bool], allowed: str, static: type | None = None
+) -> None:
+    """Raises ``ValueError`` for what is no number, or for one that does not fit.
+
+    Args:
+      given: how it came, such as "b1=2".
+      x: a number, or an array of one.
+      fits: ``x -> bool``, not called where only a run knows the number.
+      allowed: what is allowed, and what to do.
+      static: int or float, if the number must be known at compile time and so cannot be an array.
+    """
+    if static and isinstance(x, jax.Array):
+        raise ValueError(
+            f"{given}: this decides what is compiled, and optax.inject_hyperparams made an array of it; "
+            'name the argument in its static_args, as "workers" is'
+        )
+    if isinstance(x, jax.core.Tracer):
+        return
+    if isinstance(x, jax.Array):
+        x = np.asarray(x)  # what JAX compares inside of a trace is a tracer
+    kinds = (int, np.integer) if static is int else (int, float, np.number)
+    number = isinstance(x, kinds if static else (*kinds, np.ndarray))
+    if isinstance(x, bool) or not number or np.shape(x) or not fits(x):
+        raise ValueError(f"{given}: {allowed}")
+
+
+def check_rates(**rates: Any) -> None:
+    """Raises ``ValueError`` for a rate that is neither a finite number nor a schedule."""
+    for name, rate in rates.items():
+        if not callable(rate):
+            allowed = "give a finite number, such as 1e-3, or an optax schedule"
+            check_number(f"{name}={rate!r}", rate, np.isfinite, allowed)
+
+
+def check_floating(argument: str, dtype: DTypeLike | None) -> None:
+    """Raises ``ValueError`` for a dtype that is not floating."""
+    if isinstance(dtype, jax.Array):
+        raise ValueError(
+            f"{argument} is an array: optax.inject_hyperparams takes a dtype that can be called for a "
+            'schedule; give its name, such as "float32"'
+        )
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        name = None if dtype is None else jnp.dtype(dtype).name
+        raise ValueError(f"{argument}={name}: give a floating dtype, such as float32 or bfloat16")
+
+
+def check_count(given: str, n: Any, wanted: str = "a whole number of at least 1") -> None:
+    """Raises ``ValueError`` for anything but a whole number of at least 1; ``given`` is how it came."""
+    check_number(given, n, lambda n: n >= 1, f"give {wanted}", int)
+
+
+def check_betas(**betas: Any) -> None:
+    """Raises ``ValueError`` for a beta or momentum outside [0, 1), where its value is known."""
+    for name, beta in betas.items():
+        allowed = "give a number in [0, 1), such as 0.9"
+        check_number(f"{name}={beta!r}", beta, lambda beta: 0 <= beta < 1, allowed)
+
+
+def check_decay(b2: Any, mu_dtype: DTypeLike | None) -> None:
+    """Raises ``ValueError`` for a dtype of momentum that is not floating, or cannot keep its decay.
+
+    ``b2 mu`` is no ``mu`` where ``1 - b2`` is at least half a unit in the last place of a number above 1.
+    """
+    if mu_dtype is None:
+        return
+    check_floating("mu_dtype", mu_dtype)
+    dtype = jnp.dtype(mu_dtype).name
+    most = 1 - float(jnp.finfo(dtype).eps) / 2
+    allowed = (
+        f"momentum in {dtype} would stay as it is and never decay, for b2 mu is rounded to mu: give b2 of "
+        f'at most {most:.5g} or mu_dtype="float32"'
+    )
+    check_number(f"b2={b2!r}", b2, lambda b2: b2 <= most, allowed)
+
+
+def check_kinds(**parts: tuple[Any, type]) -> None:
+    """Raises ``TypeError`` for a part of another kind than its argument's."""
+    for name, (given, kind) in parts.items():
+        if not isinstance(given, kind):
+            built = "what a function that builds one returns, called, such as quantize.sign() and not sign"
+            raise TypeError(f"{name}={given!r} is not a {kind.__name__}: give {built}")
+
 
 # Set while a whole step is traced and then read, which proves what these look for; see `training.differ`.
 proven = contextvars.ContextVar("proven", default=False)
@@ -194,15 +291,6 @@ def _report_workers(sums: np.ndarray, averaged: np.ndarray, step: np.ndarray) ->
     warnings.warn(wrong, stacklevel=2)
 
 
-def check_group(quantizer: Quantizer, codec: Codec) -> None:
-    """Raises ``ValueError`` for codes that cannot serve two levels."""
-    if codec.uses_leaf_mean:
-        raise ValueError(
-            f"{quantizer.name} has one scale for a whole leaf, and a device of a group has a part of many "
-            "leaves: give sign(), ternary() or midrise(p)"
-        )
-
-
 def check_abstain(abstain: Any, others: dict[str, Any]) -> jax.Array | None:
     """The flag of a worker, ``bool[]``, or None.
 
@@ -300,3 +388,97 @@ def decay_mask(mask: Any) -> Any:
         return own
 
     return None if mask is None else fitted
+
+
+# Operations with results of the shape of their operands that mix elements all the same.
+_MIXING = re.compile(
+    "cum|sort|rev$|transpose|dot|conv_|gather|scatter|dynamic_|reduce_window|fft|pad|concatenate|psum|pmax"
+    "|pmin|ppermute|all_|triangular|cholesky|top_k|ffi_call|.*callback"
+)
+
+
+def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs among the parameters of an equation, by themselves or in a sequence."""
+    found = []
+    for given in eqn.params.values():
+        for x in given if isinstance(given, tuple | list) else (given,):
+            if isinstance(x, Jaxpr | ClosedJaxpr):
+                found.append(x.jaxpr if isinstance(x, ClosedJaxpr) else x)
+    return found
+
+
+def named_axes(eqn: JaxprEqn) -> Axes:
+    """The mesh axes that an operation names."""
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(n for n in axes.names(named) if isinstance(n, str))
+
+
+def check_elementwise(
+    tx: optax.GradientTransformation, rows: jax.Array, state: Any, may_mix: bool = False
+) -> None:
+    """Raises ``ValueError`` for a transform that mixes elements, or needs more than a chunk of the rows.
+
+    Args:
+      tx: the transform.
+      rows: a chunk of updates.
+      state: of that chunk.
+      may_mix: True for a transform of whole matrices.
+    """
+    behind = (
+        "and an owner has only a chunk of each array. Give the owner what is elementwise, or nothing, and "
+        "put the rest behind it: optax.chain(lioncub_jax.owner(optax.identity(), ...), tx)"
+    )
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if x.shape not in ((), rows.shape):
+            at = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"at the owner: the state of tx has {at} of shape {x.shape}, which is neither a number nor "
+                f"shaped like the updates {rows.shape}, {behind}"
+            )
+    tx = optax.with_extra_args_support(tx)
+
+    # Parameters and the loss are given to the trace, to see whether they are used.
+    def first_step(rows: jax.Array, params: jax.Array, value: jax.Array) -> Any:
+        return tx.update(rows, tx.init(params), params, value=value)
+
+    jaxpr = jax.make_jaxpr(first_step)(rows, rows, jnp.float32(0)).jaxpr
+    used = {
+        x for x in chain(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns)) if isinstance(x, Var)
+    }
+    _, params, value = jaxpr.invars
+    if value in used:
+        raise ValueError(
+            "at the owner: tx asks for value, the loss, which an owner does not know: put it behind the "
+            "owner, optax.chain(lioncub_jax.owner(...), optax.contrib.reduce_on_plateau())"
+        )
+    mixing = None if may_mix else _mixing_primitive(jaxpr, rows.shape)
+    if mixing is not None:
+        raise ValueError(f"at the owner: tx mixes elements, by {mixing}, {behind}")
+    if params in used:
+        raise ValueError(
+            "at the owner: tx uses the parameters, which are not there. Weight decay goes behind the owner "
+            "and before the learning rate: optax.chain(lioncub_jax.owner(...), "
+            "optax.add_decayed_weights(...), optax.scale_by_learning_rate(...)); so does all else that "
+            "needs parameters"
+        )
+
+
+def _mixing_primitive(jaxpr: Jaxpr, shape: tuple[int, ...]) -> str | None:
+    """The primitive by which elements of arrays of that shape are mixed, if any is."""
+    for eqn in jaxpr.eqns:
+        name, inner = eqn.primitive.name, jaxprs_in(eqn)
+        if shape not in _shapes(eqn.invars):
+            continue
+        if not inner and (_MIXING.match(name) or _shapes(eqn.outvars) != {shape}):
+            return name
+        for one in inner:
+            # A loop over the rows takes one of them at a time.
+            by_row = _shapes(one.invars) - {(), shape}
+            mixing = name if by_row else _mixing_primitive(one, shape)
+            if mixing is not None:
+                return mixing
+    return None
+
+
+def _shapes(variables: Sequence[Any]) -> set[tuple[int, ...]]:
+    return {getattr(x.aval, "shape", ()) for x in variables}

@@ -9,16 +9,24 @@ Each worker is the *owner* of one chunk of the rows, see `step`.
 | ``average()`` | ``u = sum_i v_i / (n max_code)`` | planes of the sum | "Avg", Distributed Lion |
 | ``at_owner(tx)`` | ``u, s = tx(mean_i dequantize(q_i), s)`` | 1 to 8 bits or float32 | ours |
 
-`decision` has what a decision is given and returns, `votes` counts, and `at_owner` runs an optimizer. This
+`votes` has what a decision is given and returns, and counts, and `at_owner` runs an optimizer. This
 file names what users call. `sign` and `ternary` have the names of quantizers because they send the same: a
 sign in one bit, and -1, 0 or +1 in two.
 """
 
 from lioncub_jax.exchange.at_owner import OwnerState, ReplyCodec, at_owner, codes, sign, values
-from lioncub_jax.exchange.decision import DecideContext, Decision
-from lioncub_jax.exchange.message import BucketStats, Inbox, Reply, Size, Sums
 from lioncub_jax.exchange.quantize import Quantizer
-from lioncub_jax.exchange.votes import Signs, Tally, Vote, average, majority, ternary
+from lioncub_jax.exchange.votes import (
+    DecideContext,
+    Decision,
+    Signs,
+    Tally,
+    Vote,
+    average,
+    majority,
+    ternary,
+)
+from lioncub_jax.exchange.wires import BucketStats, Inbox, Reply, Size, Sums
 
 __all__ = [
     "BucketStats",

@@ -1,91 +1,454 @@
-"""An optimizer of whole matrices at their owners, and another one of all other leaves.
+"""Whole matrices dealt to owners, and all other elements in the holes between them.
 
-`dealing` has where they lie. What is not known (padding, or no finite mean) counts as 0 in its matrix, and
-its state stays.
+An optimizer that mixes the elements of a matrix needs whole ones. So matrices go, the most work first, each
+to the owner with the least work so far. Equal parts travel, as large as the fullest owner's, and embeddings
+and vectors, which any owner may have a slice of, fill the others up. With G devices in a group, O owners,
+and S rows of 128 of each owner on a device, the rows of a *deal* lie so::
+
+    device 0 of the group       owner 0: S rows | owner 1: S rows | ... | owner O-1: S rows
+    ...                         its matrices, kind by kind | slices of other leaves | padding
+    device G-1                  likewise: each device has 1/G of the rows of each matrix
+
+Owners are workers. Where matrices are cut over the devices of a worker, and there are enough of them, each
+of its devices is an owner of whole ones; else the devices share all of them. What is done with them is at
+the end: a transform runs on one matrix at a time. What is not known (padding, or no finite mean) counts
+as 0 in its matrix, and its state stays.
 """
 
-from collections.abc import Iterable, Sequence
+import heapq
+import itertools
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 
-from lioncub_jax.exchange import dealing, traced, wires
-from lioncub_jax.exchange.arguments import part
-from lioncub_jax.exchange.at_owner import AtOwner, OwnerState, elementwise, widened
-from lioncub_jax.exchange.bits import ROW
-from lioncub_jax.exchange.dealing import Deal, DimensionNumbers, Hand, Matrices
-from lioncub_jax.exchange.decision import Place
+from lioncub_jax.exchange import wires
+from lioncub_jax.exchange.bits import BLOCK, ROW, divide_up, round_up, whole_rows
+from lioncub_jax.exchange.layout import SMALL
+from lioncub_jax.exchange.means import at_least_float32
 from lioncub_jax.exchange.quantize import saturated
 from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.specs import cuts_of, joined_shards, restrict
+
+# A tree (prefix) of ``MuonDimensionNumbers`` like the parameters, or a function of them to one; None for
+# leaves of two dimensions.
+DimensionNumbers: TypeAlias = Any
+Cut = tuple[tuple[str, int], ...]  # the inner axes that cut a dimension, and their sizes
+WORTH = (
+    1.1  # times the bytes between workers, at most, for whole matrices on each device of a worker
+)
 
 
-class Inner(NamedTuple):
-    """State of two transforms: arrays ``[rows, 128]``, and numbers.
-
-    Attributes:
-      matrices: of that of matrices.
-      rest: of that of the other leaves.
-    """
-
-    matrices: Any
-    rest: Any
-
-
-@part
-class AtMatrices(AtOwner):
-    """``tx`` is given one matrix ``[m, n]`` at a time, and ``rest`` what belongs to none.
+class Matrices(NamedTuple):
+    """The matrices ``[batch, m, n]`` of a leaf, or a leaf without any.
 
     Attributes:
-      rest: elementwise.
-      numbers: which leaves are matrices, see `dealing.matrices_of`.
+      order: its dimensions: those of the batch, of the rows, and of the columns; of no matrix, as they are.
+      batch: how many are of the batch.
+      rows: how many are of the rows; 0 for no matrix.
+      cuts: for each dimension, in that order, the inner axes that cut it.
     """
 
-    rest: optax.GradientTransformation
-    numbers: DimensionNumbers
-    of_matrices = True
-
-    def matrices_of(
-        self, params: optax.Params, specs: Sequence[P] | None = None
-    ) -> tuple[Matrices, ...]:
-        """The matrices of each leaf."""
-        return dealing.matrices_of(self.numbers, params, specs)
-
-    def init(self, rows: jax.Array, deal: Deal | None) -> OwnerState:
-        """State of both transforms, and the error of replies."""
-        assert deal is not None
-        of_matrices, of_rest = [cut(rows, deal, part) for part in Inner._fields]
-        inner = Inner(self.tx.init(of_matrices), self.rest.init(of_rest))
-        traced.check_elementwise(self.tx, of_matrices, inner.matrices, may_mix=True)
-        traced.check_elementwise(self.rest, of_rest, inner.rest)
-        return OwnerState(inner, self.codec.init(rows))
-
-    def run(
-        self, mean: jax.Array, known: jax.Array, place: Place, state: Inner
-    ) -> tuple[jax.Array, Inner]:
-        """``u`` of the rows of a chunk, NaN where the mean is not known, and the next state."""
-        worker, deal = place
-        assert deal is not None
-        each = len(mean) // deal.rows
-        owners = worker * each + jnp.arange(each, dtype=jnp.int32)
-        ends = jnp.array(deal.matrix_rows)[owners]
-        of_matrix = (jnp.arange(deal.rows)[None] < ends[:, None]).reshape(-1, 1)
-        given = cut(jnp.where(known & of_matrix, mean, jnp.nan), deal, "matrices")
-        own, known_own = [cut(x, deal, "rest") for x in (mean, known & ~of_matrix)]
-
-        given = given.reshape(each, -1, ROW)
-        u_matrices, matrices = of_matrices(self.tx, given, place, state.matrices)
-        u_rest, rest = elementwise(self.rest, own, known_own, state.rest)
-
-        u = in_place(u_matrices, deal, "matrices", each), in_place(u_rest, deal, "rest", each)
-        return jnp.where(known, jnp.where(of_matrix, *u), jnp.nan), Inner(matrices, rest)
+    order: tuple[int, ...]
+    batch: int
+    rows: int
+    cuts: tuple[Cut, ...]
 
 
-def cut(rows: jax.Array, deal: Deal, part: str) -> jax.Array:
+class Leaf(NamedTuple):
+    """A leaf of a deal: its index in the flattened tree, the shape of its shard, and its matrices."""
+
+    leaf: int
+    shape: tuple[int, ...]
+    matrices: Matrices
+
+    @property
+    def in_order(self) -> tuple[int, ...]:
+        """The shape in the order of the matrices' dimensions."""
+        return tuple([self.shape[d] for d in self.matrices.order])
+
+
+class Kind(NamedTuple):
+    """Matrices of one shape that are cut alike.
+
+    Attributes:
+      work: operations of a step of Newton-Schulz, their weight.
+      matrix: ``m, n`` of a whole one.
+      whole: its dimensions of rows and of columns.
+      shape: those of a shard.
+      cuts: for each of these the inner axes that cut it.
+    """
+
+    work: int
+    matrix: tuple[int, int]
+    whole: tuple[int, ...]
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, leaf: Leaf) -> "Kind":
+        """The kind of the matrices of a leaf."""
+        one = leaf.matrices
+        shape, cuts = leaf.in_order[one.batch :], one.cuts[one.batch :]
+        each = zip(shape, cuts, strict=True)
+        whole = tuple([n * math.prod([size for _, size in cut]) for n, cut in each])
+        matrix = math.prod(whole[: one.rows]), math.prod(whole[one.rows :])
+        short, long = sorted(matrix)
+        names = tuple([tuple([name for name, _ in cut]) for cut in cuts])
+        return cls(4 * short**2 * long + 2 * short**3, matrix, whole, shape, names)
+
+
+class Hand(NamedTuple):
+    """The matrices of a kind at each owner.
+
+    Attributes:
+      kind: their kind.
+      rows: of one of them on a device.
+      numbers: how many each owner has, one behind the other.
+      first_rows: where the first of them begins, counted from the owner's first row.
+    """
+
+    kind: Kind
+    rows: int
+    numbers: tuple[int, ...]
+    first_rows: tuple[int, ...]
+
+
+class Run(NamedTuple):
+    """Equal slices of a leaf, one behind the other: some of its matrices, or one slice of another leaf.
+
+    Attributes:
+      owner: whose they are.
+      first_row: where they begin, counted from the owner's first row.
+      rows: of each slice on a device.
+      number: how many.
+      leaf: place of their leaf in the deal.
+      start: their first element, in the order of the leaf.
+      size: elements of each.
+    """
+
+    owner: int
+    first_row: int
+    rows: int
+    number: int
+    leaf: int
+    start: int
+    size: int
+
+
+class Deal(NamedTuple):
+    """The rows of some leaves, see above.
+
+    Attributes:
+      pieces: in the order of the rows.
+      hands: of its matrices, those with most work first.
+      segments: its leaves.
+      group: the mesh axes of the devices of a group.
+      num_chunks: G, how many they are.
+      rows: S, of an owner on one device.
+      filled: for each owner, how many of them hold something.
+      matrix_rows: likewise, how many of them hold matrices, which come first.
+      axes: mesh axes over which the leaves vary.
+      moved: the inner axes that cut matrices.
+      whole: True where each device of a worker is an owner.
+      dtype: float32.
+    """
+
+    pieces: tuple[Run, ...]
+    hands: tuple[Hand, ...]
+    segments: tuple[Leaf, ...]
+    group: tuple[str, ...]
+    num_chunks: int
+    rows: int
+    filled: tuple[int, ...]
+    matrix_rows: tuple[int, ...]
+    axes: tuple[str, ...]
+    moved: Cut
+    whole: bool = False
+    dtype: np.dtype[Any] = np.dtype(np.float32)
+
+    @property
+    def rows_per_chunk(self) -> int:
+        """Rows of a device."""
+        return len(self.filled) * self.rows
+
+    @property
+    def shared_by(self) -> tuple[str, ...]:
+        """The mesh axes of the devices that have a part of each matrix."""
+        return (*self.group, *[name for name, _ in self.moved])
+
+    def span(self, part: str) -> slice:
+        """The rows of an owner in which its "matrices" may lie, slices of the "rest", or "" for either."""
+        if part == "matrices":
+            return slice(0, max(self.matrix_rows))
+        own = [run for run in self.pieces if not self.segments[run.leaf].matrices.rows]
+        ends = [run.first_row + run.rows for run in own]
+        rest = slice(min([run.first_row for run in own], default=0), max(ends, default=0))
+        return rest if part == "rest" else slice(0, self.rows)
+
+
+class Place(NamedTuple):
+    """Where the rows are on which a worker decides.
+
+    Attributes:
+      worker: ``int32[]``, its index.
+      deal: of their leaves, if whole matrices were dealt; else None.
+    """
+
+    worker: jax.Array
+    deal: Deal | None
+
+
+def matrices_of(
+    numbers: DimensionNumbers, params: optax.Params, specs: Sequence[P] | None = None
+) -> tuple[Matrices, ...]:
+    """The matrices of each leaf.
+
+    Args:
+      numbers: as optax's ``muon_weight_dimension_numbers``.
+      params: arrays.
+      specs: of each, over the inner axes; None where types say them.
+
+    Raises:
+      ValueError: for numbers that do not fit the parameters.
+    """
+
+    def is_leaf(x: Any) -> bool:
+        return x is None or isinstance(x, MuonDimensionNumbers)
+
+    given = numbers(params) if callable(numbers) else numbers
+    if given is None:
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        many = [jax.tree_util.keystr(path) for path, x in leaves if x.ndim > 2]
+        if many:
+            warnings.warn(
+                f"{', '.join(many[:3])} have more than two dimensions and are no matrices by default: give "
+                "muon_weight_dimension_numbers, such as MuonDimensionNumbers(1, 2) for scanned layers, or "
+                "None for a leaf that is none",
+                stacklevel=2,
+            )
+        given = jax.tree.map(lambda x: MuonDimensionNumbers() if x.ndim == 2 else None, params)
+    try:
+        each = jax.tree.leaves(jax.tree.broadcast(given, params, is_leaf), is_leaf=is_leaf)
+    except ValueError as error:
+        raise ValueError(
+            f"dimension numbers {given!r} do not fit the parameters: give MuonDimensionNumbers, or None "
+            "for no matrix, for each leaf of them or for a whole subtree"
+        ) from error
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    mesh = jax.sharding.get_abstract_mesh()
+    if specs is None:
+        specs = [restrict(jax.typeof(x).sharding.spec, mesh.explicit_axes) for _, x in leaves]
+    given = zip(leaves, each, specs, strict=True)
+    return tuple([_matrices(path, x, one, spec, mesh) for (path, x), one, spec in given])
+
+
+def _matrices(
+    path: Any, x: jax.Array, given: MuonDimensionNumbers | None, spec: P, mesh: Any
+) -> Matrices:
+    if given is None:
+        return Matrices(tuple(range(x.ndim)), 0, 0, ())
+    rows, columns = [(axes,) if isinstance(axes, int) else tuple(axes) for axes in given]
+    taken = [d % max(x.ndim, 1) for d in (*rows, *columns)]
+    if not (rows and columns and len({*taken}) == len(taken) <= x.ndim):
+        raise ValueError(
+            f"{jax.tree_util.keystr(path)} of shape {x.shape} is no matrix by {given}: give axes of its "
+            "rows and others of its columns, and None for a leaf that is none"
+        )
+    order = (*[d for d in range(x.ndim) if d not in taken], *taken)
+    cuts = [tuple([(n, mesh.shape[n]) for n in cut]) for cut in cuts_of(tuple(spec), x.ndim)]
+    return Matrices(order, x.ndim - len(taken), len(rows), tuple([cuts[d] for d in order]))
+
+
+def deals(
+    leaves: Sequence[Any],
+    over: Sequence[Collection[str]],
+    matrices: Sequence[Matrices],
+    num_workers: int,
+    group: tuple[str, ...],
+    group_size: int,
+) -> tuple[Deal, ...]:
+    """Deals the leaves of a worker, those together that vary over and move along the same mesh axes.
+
+    Args:
+      leaves: arrays of a device, or anything with ``shape``; empty ones take no row.
+      over: for each the mesh axes over which it varies.
+      matrices: of each.
+      num_workers: W.
+      group: the mesh axes of the devices of a group.
+      group_size: G, how many they are.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax.exchange import dealing
+      >>> leaves = [jnp.zeros((3, 128, 256)), jnp.zeros((128, 128)), jnp.zeros(129)]
+      >>> numbers = [MuonDimensionNumbers(1, 2), MuonDimensionNumbers(), None]
+      >>> found = matrices.matrices_of(numbers, leaves)
+      >>> deal, = matrices.deals(leaves, [()] * 3, found, num_workers=2, group=(), group_size=1)
+      >>> deal.rows, deal.filled, [hand.numbers for hand in deal.hands]
+      (512, (512, 386), [(2, 1), (0, 1)])
+    """
+    groups: dict[tuple[tuple[str, ...], Cut], list[Leaf]] = {}
+    for i in sorted(range(len(leaves)), key=lambda i: not matrices[i].rows):
+        one, shape, axes = matrices[i], tuple(leaves[i].shape), tuple(sorted(over[i]))
+        moved = tuple(sorted({cut for cuts in one.cuts[one.batch :] for cut in cuts}))
+        if not one.rows:  # in the holes of matrices that vary alike
+            moved = next((moved for known, moved in groups if known == axes), ())
+        if math.prod(shape):
+            groups.setdefault((axes, moved), []).append(Leaf(i, shape, one))
+    dealt = []
+    for (axes, cut), own in groups.items():
+        devices = group_size * math.prod([size for _, size in cut])
+        shared, whole = [_deal(own, num_workers, each, group_size) for each in (1, devices)]
+        fits = devices > 1 and devices * whole.rows <= WORTH * shared.rows
+        best = whole if fits else shared
+        dealt.append(best._replace(axes=axes, moved=cut, group=group, whole=fits))
+    return tuple(dealt)
+
+
+def _deal(leaves: Sequence[Leaf], num_workers: int, each: int, group_size: int) -> Deal:
+    """A deal to ``each`` owners of every worker."""
+    found: dict[Kind, list[tuple[int, int]]] = defaultdict(list)  # leaf and number of each matrix
+    for k, leaf in enumerate(leaves):
+        if leaf.matrices.rows:
+            batch = math.prod(leaf.in_order[: leaf.matrices.batch])
+            found[Kind.of(leaf)] += [(k, number) for number in range(batch)]
+    pieces, hands, filled = [], [], [0] * (num_workers * each)
+    for kind, counts in _shares(found, len(filled)).items():
+        size, units = math.prod(kind.shape), iter(found[kind])
+        rows, first_rows = slice_rows(size, group_size), [*filled]
+        for owner, count in enumerate(counts):
+            own = itertools.islice(units, count)
+            for k, some in itertools.groupby(own, key=lambda unit: unit[0]):
+                numbers = [number for _, number in some]
+                first, start = filled[owner], numbers[0] * size
+                pieces.append(Run(owner, first, rows, len(numbers), k, start, size))
+                filled[owner] += rows * len(numbers)
+        hands.append(Hand(kind, rows, tuple(counts), tuple(first_rows)))
+    matrix_rows = tuple(filled)
+    rest = {k: math.prod(x.shape) for k, x in enumerate(leaves) if not x.matrices.rows}
+    level = _level(filled, [slice_rows(size, group_size) for size in rest.values()])
+    for k, size in rest.items():
+        start = 0
+        while start < size:
+            owner = next(o for o, n in enumerate(filled) if n < level)
+            rows = min(level - filled[owner], slice_rows(size - start, group_size))
+            here = min(rows * ROW * group_size, size - start)
+            pieces.append(Run(owner, filled[owner], rows, 1, k, start, here))
+            start, filled[owner] = start + here, filled[owner] + rows
+    rows = round_up(level, BLOCK // math.gcd(BLOCK, each))
+    if each == 1 and num_workers * level <= SMALL:
+        rows = whole_rows(level)
+    return Deal(
+        tuple(sorted(pieces)), tuple(hands), tuple(leaves), (), group_size, rows, tuple(filled),
+        matrix_rows, axes=(), moved=(),
+    )  # fmt: skip
+
+
+def _level(filled: Sequence[int], rest: Sequence[int]) -> int:
+    """Rows of the fullest owner, once the rest lies in the holes."""
+    return max(*filled, divide_up(sum(filled) + sum(rest), len(filled)), 0)
+
+
+def _shares(found: dict[Kind, list[Any]], owners: int) -> dict[Kind, list[int]]:
+    """How many matrices of each kind each owner has: those of most work first, to who has least."""
+    shares, heap = {}, [(0, owner) for owner in range(owners)]
+    for kind in sorted(found, reverse=True):
+        shares[kind] = [0] * owners
+        for _ in found[kind]:
+            load, owner = heap[0]
+            shares[kind][owner] += 1
+            heapq.heapreplace(heap, (load + kind.work, owner))
+    return shares
+
+
+def slice_rows(size: int, group_size: int) -> int:
+    """Rows of 128 on each device of a group, of so many elements."""
+    return divide_up(size, ROW * group_size)
+
+
+# --- Leaves to rows, and back
+
+
+def join(leaves: Sequence[jax.Array], deal: Deal) -> jax.Array:
+    """All leaves of a deal as ``float32[G rows, 128]``, zeros in the padding."""
+    flat, parts, at, devices = {}, [], 0, deal.num_chunks
+    for k, (i, _, one) in enumerate(deal.segments):
+        flat[k] = leaves[i].transpose(one.order).reshape(-1)
+    for run in deal.pieces:
+        first = run.owner * deal.rows + run.first_row
+        parts.append(jnp.zeros((devices, first - at, ROW)))
+        x = flat[run.leaf][run.start :][: run.number * run.size].astype(jnp.float32)
+        missing = devices * run.rows * ROW - run.size
+        x = jnp.pad(x.reshape(run.number, run.size), ((0, 0), (0, missing)))
+        parts.append(x.reshape(run.number, devices, -1).swapaxes(0, 1).reshape(devices, -1, ROW))
+        at = first + run.number * run.rows
+    parts.append(jnp.zeros((devices, deal.rows_per_chunk - at, ROW)))
+    return jnp.concatenate(parts, 1).reshape(-1, ROW)
+
+
+def split(
+    rows: jax.Array, deal: Deal, *, matrices: bool = True, rest: bool = True
+) -> dict[int, jax.Array]:
+    """Undoes `join`, of ``[..., G rows, 128]``: leaves ``[..., *shape]`` by index, some of them."""
+    lead, devices = rows.shape[:-2], deal.num_chunks
+    sizes, at = [], 0  # split, and not sliced: the transpose joins all of them at once
+    for run in deal.pieces:
+        first = run.owner * deal.rows + run.first_row
+        sizes += [first - at, run.number * run.rows]
+        at = sum(sizes)
+    x = rows.reshape(*lead, devices, -1, ROW)
+    parts = lax.split(x, [*sizes, deal.rows_per_chunk - at], x.ndim - 2)[1::2]
+    slices = defaultdict(list)
+    for run, part in zip(deal.pieces, parts, strict=True):
+        part = part.reshape(*lead, devices, run.number, -1).swapaxes(-3, -2)
+        part = part.reshape(*lead, run.number, -1)[..., : run.size]
+        slices[run.leaf].append((run.start, part.reshape(*lead, -1)))
+    leaves = {}
+    for k, some in slices.items():
+        i, shape, one = deal.segments[k]
+        if not (matrices if one.rows else rest):
+            continue
+        flat = jnp.concatenate([part for _, part in sorted(some, key=lambda x: x[0])], -1)
+        back = [len(lead) + one.order.index(d) for d in range(len(shape))]
+        x = flat.reshape(*lead, *deal.segments[k].in_order)
+        leaves[i] = x.transpose(*range(len(lead)), *back)
+    return leaves
+
+
+def row_sizes(deal: Deal, device: jax.Array) -> jax.Array:
+    """Elements of each row of a device of a group that are no padding: ``int32[rows]``."""
+    row, filled = jnp.arange(deal.rows)[None], jnp.array(deal.filled)[:, None]
+    sizes = jnp.where(row < filled, ROW, 0).reshape(-1).astype(jnp.int32)
+    for run in deal.pieces:
+        if run.size < deal.num_chunks * run.rows * ROW:
+            first = run.owner * deal.rows + run.first_row
+            own = device * run.rows + jnp.arange(run.rows, dtype=jnp.int32)
+            own = jnp.tile(jnp.clip(run.size - own * ROW, 0, ROW), run.number)
+            sizes = sizes.at[first : first + len(own)].set(own)
+    return sizes
+
+
+def whole(parts: jax.Array, hand: Hand, deal: Deal) -> jax.Array:
+    """A matrix ``[m, n]``, of what each device that shares it has: ``[devices, rows, 128]``."""
+    kind, inner = hand.kind, dict(deal.moved)
+    shards = math.prod(inner.values())
+    x = parts.reshape(deal.num_chunks, shards, -1).swapaxes(0, 1).reshape(shards, -1)
+    x = x[:, : math.prod(kind.shape)].reshape(shards, *kind.shape)
+    return joined_shards(x, inner, kind.whole, kind.cuts).reshape(kind.matrix)
+
+
+def cut_rows(rows: jax.Array, deal: Deal, part: str) -> jax.Array:
     """Of all rows of a worker's owners those of a part, see `Deal.span`: ``[rows, 128]``."""
     return rows.reshape(-1, deal.rows, ROW)[:, deal.span(part)].reshape(-1, ROW)
 
@@ -97,7 +460,7 @@ def in_place(x: jax.Array, deal: Deal, part: str, each: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (span.start, deal.rows - span.stop), (0, 0))).reshape(-1, ROW)
 
 
-def of_matrices(
+def update_matrices(
     tx: optax.GradientTransformation, mean: jax.Array, place: Place, state: Any
 ) -> tuple[jax.Array, Any]:
     """``u`` of the matrices of a worker, and the next state.
@@ -149,7 +512,7 @@ def _turn(
     kept: list[jax.Array],
 ) -> list[jax.Array]:  # fmt: skip
     """``u`` and the state of the matrix in turn, in the arrays of all rows."""
-    to_matrix = partial(dealing.whole, hand=hand, deal=deal)
+    to_matrix = partial(whole, hand=hand, deal=deal)
 
     def cut(rows: jax.Array) -> jax.Array:
         return lax.dynamic_slice_in_dim(rows, first + t * hand.rows, hand.rows, 1)
@@ -163,3 +526,8 @@ def _turn(
         [back] = jax.linear_transpose(to_matrix, cut(rows))(n)
         results.append(lax.dynamic_update_slice_in_dim(rows, back, first + t * hand.rows, 1))
     return results
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """A moment wide enough that no beta is rounded with it; a counter as it is."""
+    return at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.floating) else x

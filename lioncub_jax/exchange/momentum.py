@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from lioncub_jax.exchange.arguments import check_betas, check_decay, check_number, part
+from lioncub_jax.exchange.checks import check_betas, check_decay, check_number, part
 from lioncub_jax.exchange.means import at_least_float32
 
 __all__ = ["MomentumRule", "blend", "nothing"]

@@ -24,9 +24,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from lioncub_jax.exchange import bits, rotation, xla
-from lioncub_jax.exchange.arguments import check_floating, check_number
 from lioncub_jax.exchange.bits import ROW
-from lioncub_jax.exchange.message import LARGEST_BFLOAT16, Message
+from lioncub_jax.exchange.checks import check_floating, check_number
+from lioncub_jax.exchange.wires import LARGEST_BFLOAT16, Message
 
 __all__ = [
     "Codec",

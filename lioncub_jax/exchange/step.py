@@ -4,8 +4,8 @@ Worker i of W holds a gradient ``g_i``, a momentum ``mu_i`` and, with error feed
 its earlier codes. Its leaves lie in rows of 128 elements, and the rows are cut into W *chunks*. Worker j is
 the *owner* of chunk j, as of a shard of the optimizer's state in ZeRO-1. It may hold a state ``s_j`` and
 the error ``f_j`` of its earlier replies. A *codec* maps values to *codes*, integers from 0 to max_code:
-``Q`` is that of the messages, and ``R`` that of the replies. The functions called here are in `pieces`,
-`message` and `wires`; the last column has the file of each formula.
+``Q`` is that of the messages, and ``R`` that of the replies. The functions called here follow below
+or are in `wires`; the last column has the file of each formula.
 
     interpolate  c_i = b1 mu_i + (1 - b1) g_i                worker i            momentum.py
     encode       q_i = Q(c_i + e_i)                                              quantize.py
@@ -15,7 +15,7 @@ the error ``f_j`` of its earlier replies. A *codec* maps values to *codes*, inte
                  f_j = u_j + f_j - dequantize(r_j)                               at_owner.py
     publish      all-gather of r_j                                               wires.py
     decode       u = dequantize(r_1, ..., r_W)               every worker        votes.py, at_owner.py
-    remember     e_i = keep * (c_i + e_i - dequantize(q_i))  worker i            pieces.py
+    remember     e_i = keep * (c_i + e_i - dequantize(q_i))  worker i            step.py
                  mu_i = b2 mu_i + (1 - b2) g_i                                   momentum.py
                  (after a coded sync mu_i = u + e_i, see `sync.coded`)
 
@@ -47,66 +47,65 @@ A worker may be sharded over inner mesh axes: each device takes this step with i
 `encode` and `participation` also communicate inside the worker. A worker may be a group of devices. Each
 device has the group's mean gradient of one *part* of the parameters, by a reduce-scatter. This part is its
 leaves here, and `publish` gathers the replies of the whole group. A worker alone sends nothing to other
-workers: `single.run_step` gives it a step of its own.
+workers: `run_step` gives it a step of its own.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 
-from lioncub_jax.exchange.dealing import Matrices
-from lioncub_jax.exchange.decision import Decision
-from lioncub_jax.exchange.message import BucketStats, join
+from lioncub_jax.exchange import bits, kernels, layout, matrices, quantize, rotation, wires, xla
+from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW
+from lioncub_jax.exchange.layout import Piece
+from lioncub_jax.exchange.matrices import Deal
+from lioncub_jax.exchange.means import at_least_float32
 from lioncub_jax.exchange.momentum import MomentumRule
-from lioncub_jax.exchange.pieces import (
-    WorkerPlan,
-    WorkerState,
-    decide_context,
-    decode,
-    encode,
-    interpolate,
-    next_error,
-    next_momentum,
-    participation,
-    split_update,
-    store,
-    store_error,
+from lioncub_jax.exchange.plan import BucketPlan, Exchange, WorkerPlan
+from lioncub_jax.exchange.quantize import Codec, EncodeContext
+from lioncub_jax.exchange.votes import DecideContext, Decision, Place
+from lioncub_jax.exchange.wires import (
+    BucketStats,
+    Message,
+    Reply,
+    collect,
+    join,
+    publish,
 )
-from lioncub_jax.exchange.quantize import Codec
-from lioncub_jax.exchange.wires import Wire, collect, publish
-from lioncub_jax.mesh.axes import Axes
+from lioncub_jax.mesh import axes
 
 
-class Exchange(NamedTuple):
-    """The parts of an exchange. Numbers in ``momentum_rule`` and ``decision`` may be traced arrays.
+class WorkerState(NamedTuple):
+    """State of a worker: for each leaf ``mu`` and ``e``, arrays or None."""
+
+    mu: list[Any]
+    error: list[Any]
+
+
+class PieceInput(NamedTuple):
+    """Arrays of a piece at this worker, in the shape of its leaf, or joined as ``[rows, 128]``.
 
     Attributes:
-      axis: mesh axes of the workers.
-      group: mesh axes of the devices of one worker; () for one device each.
-      momentum_rule: computes ``c`` and the next ``mu`` from ``g`` and ``mu``.
-      codec: encodes ``c + e``: votes, which are counted, or values, which are decoded.
-      decision: its ``decide`` maps the codes of all workers to a reply, its ``decode`` a reply to ``u``.
-      wire: the collectives; if ``wire.sharded`` each worker decides on its chunk, else all on all chunks.
-      bucket_size: elements after which a new bucket begins; None for no limit. The plan follows it.
-      matrices: of each leaf, where the decision is about whole ones; else None.
+      piece: its rows.
+      gradient: ``g``.
+      momentum: ``mu``, or None.
+      error: ``e``, or None.
+      direction: ``c``.
+      rows: ``c + e`` as ``float32[rows, 128]``.
     """
 
-    axis: Axes
-    group: Axes
-    momentum_rule: MomentumRule
-    codec: Codec
-    decision: Decision
-    wire: Wire
-    bucket_size: int | None = None
-    matrices: tuple[Matrices, ...] | None = None
-
-    @property
-    def shares(self) -> bool:
-        """True where leaves are joined to rows first: of a group, or of whole matrices."""
-        return bool(self.group) or self.matrices is not None
+    piece: Piece
+    gradient: jax.Array
+    momentum: Any
+    error: jax.Array | None
+    direction: jax.Array
+    rows: jax.Array
 
 
 class StepResult(NamedTuple):
@@ -193,3 +192,369 @@ def step(
     all_errors = [error.get(i, old) for i, old in enumerate(state.error)]
     new_state = WorkerState(all_mu, all_errors)
     return StepResult(updates, new_state, new_owner_states, stats, participates)
+
+
+def run_step(
+    exchange: Exchange,
+    plan: WorkerPlan,
+    grads: Sequence[jax.Array],
+    state: WorkerState,
+    owner_states: Sequence[optax.OptState],
+    abstain: jax.Array | None,
+) -> StepResult:
+    """Takes a step of this worker: `step.step`, or `single_worker_step` if it is the only one."""
+    run = single_worker_step if plan.num_workers == 1 else step
+    return run(exchange, plan, grads, state, owner_states, abstain)
+
+
+def single_worker_step(
+    exchange: Exchange,
+    plan: WorkerPlan,
+    grads: Sequence[jax.Array],
+    state: WorkerState,
+    owner_states: Sequence[optax.OptState],
+    abstain: jax.Array | None,
+) -> StepResult:
+    """``u = sign(c)`` of votes; ``u, s = tx(c + e, s)`` at an owner, plus the error of its earlier replies.
+
+    A worker with a value that is not finite abstains from all buckets.
+
+    Args:
+      exchange: the parts, as in `step.step`.
+      plan: the places of its leaves.
+      grads: ``g`` of each leaf.
+      state: ``mu`` and ``e`` of each leaf; errors of earlier codes are added in full.
+      owner_states: for each bucket the owner's state; () for decisions without state.
+      abstain: ``bool[]``, True to abstain; or None.
+    """
+    rule, decision, axis = exchange.momentum_rule, exchange.decision, exchange.axis
+    values, abstains = [], jnp.zeros((), bool) if abstain is None else abstain
+    for g, mu, e in zip(grads, state.mu, state.error, strict=True):
+        values.append(plus_error(rule.interpolate(g, mu), e))
+    abstains = axes.any_over_shards(abstains | ~axes.all_finite(values), axis)
+    present = 1 - abstains.astype(jnp.uint32)
+
+    new_owner_states = list(owner_states)
+    if decision.has_state:
+        for k, bucket in enumerate(plan.buckets):
+            rows = layout.join_bucket(values, bucket.layout)
+            rows, new_owner_states[k] = decision.decide_locally(
+                rows, present, bucket.row_sizes, Place(plan.worker, bucket.deal), owner_states[k]
+            )
+            for i, x in layout.split_bucket(rows, bucket.layout.pieces).items():
+                values[i] = x
+
+    updates, new_mu, new_error = {}, [], []
+    for i, (g, mu, e) in enumerate(zip(grads, state.mu, state.error, strict=True)):
+        u = jnp.where(abstains, 0, decision.local_update(values[i]))
+        u = axes.same_everywhere(u, axis)
+        updates[i] = wires.from_group(u, exchange.group) if exchange.group else u
+        if mu is not None:
+            new = values[i] if rule.synchronizes else rule.update(g, mu)
+            mu = jnp.where(abstains, mu, quantize.saturated(new, mu.dtype))
+        new_mu.append(mu)
+        new_error.append(None if e is None else jnp.where(abstains, e, 0))
+
+    present = axes.same_everywhere(present, axis)
+    stats = BucketStats(jnp.zeros(1, jnp.uint32), (), present)
+    num_buckets = len(plan.buckets)
+    state = WorkerState(new_mu, new_error)
+    return StepResult(
+        updates, state, new_owner_states, [stats] * num_buckets, [~abstains] * num_buckets
+    )
+
+
+def plus_error(direction: jax.Array, error: jax.Array | None) -> jax.Array:
+    """``c + e``."""
+    if error is None:
+        return direction
+    return direction.astype(jnp.float32) + error.astype(jnp.float32)
+
+
+# --- Interpolate and encode
+
+
+def interpolate(
+    rule: MomentumRule, piece: Piece, grads: Sequence[jax.Array], state: WorkerState
+) -> PieceInput:
+    """``c`` of a piece, of ``g`` and ``mu`` of all leaves; and ``c + e`` in rows."""
+    g, mu, e = [layout.join_piece(x, piece) for x in (grads, state.mu, state.error)]
+    c = rule.interpolate(g, mu)
+    with jax.named_scope("lioncub.pack"):
+        if kernels.for_tpu() and layout.lies_in_rows(piece):
+            # Computed again, in rows: the kernel that packs then reads g, mu and e as they lie in memory.
+            in_rows = []
+            for x in (g, mu, e):
+                in_rows.append(None if x is None else layout.piece_to_rows(x, piece))
+            own_g, own_mu, own_e = xla.recomputed(in_rows)
+            rows = plus_error(rule.interpolate(own_g, own_mu), own_e).astype(jnp.float32)
+        else:
+            rows = layout.piece_to_rows(plus_error(c, e).astype(jnp.float32), piece)
+    return PieceInput(piece, g, mu, e, direction=c, rows=rows)
+
+
+@jax.named_scope("lioncub.pack")
+def encode(
+    codec: Codec, plan: WorkerPlan, bucket: BucketPlan, inputs: Sequence[PieceInput]
+) -> list[Message]:
+    """``q = Q(c + e)`` of each piece of a bucket."""
+    rows = [x.rows for x in inputs]
+    contexts = encode_contexts(codec, plan, bucket, rows)
+    return [codec.encode(x, context) for x, context in zip(rows, contexts, strict=True)]
+
+
+def encode_contexts(
+    codec: Codec, plan: WorkerPlan, bucket: BucketPlan, rows: Sequence[jax.Array]
+) -> list[EncodeContext]:
+    """Facts that the codec needs about each piece of a bucket, of values ``rows``."""
+    pieces = bucket.pieces
+    means: Sequence[jax.Array | None] = [None] * len(pieces)
+    if codec.uses_leaf_mean:
+        means = leaf_means(plan, bucket, rows)
+    first_rows = [bucket.layout.first_row + piece.first_row for piece in pieces]
+    first_words = xla.runtime_constants([x * WORDS_PER_ROW for x in first_rows], plan.num_steps)
+    draw = bits.draw_signs(plan.num_steps, plan.worker, plan.num_workers)
+    if plan.abstains_per_bucket:
+        # XLA fuses kernels with a common operand, and the first bucket would wait for the last gradient. So
+        # each bucket has its own copy.
+        draw = bits.SignDraw(*[xla.delayed_by(x, rows[0][0, 0]) for x in draw])
+    contexts, rounding = [], codec.rounding
+    for k, piece in enumerate(pieces):
+        sizes, first, size = bucket.row_sizes, piece.first_row, piece.rows
+        first_word = first_words[k] + bucket.shard * bucket.layout.total_rows * WORDS_PER_ROW
+        context = EncodeContext(
+            packed_parts=bucket.layout.packed_parts,
+            num_workers=plan.num_workers,
+            num_steps=plan.num_steps,
+            row_sizes=None if sizes is None else sizes[first:][:size],
+            random_signs=bits.random_signs(first_word, size * WORDS_PER_ROW, draw),
+            noise=None if rounding is None else noise(rounding.seed, plan, bucket, piece),
+            leaf_mean=means[k],
+        )
+        contexts.append(context)
+    return contexts
+
+
+def noise(seed: int, plan: WorkerPlan, bucket: BucketPlan, piece: Piece) -> jax.Array:
+    """``float32[rows, 128]`` in [0, 1), added before rounding down; by seed, step, worker and leaf."""
+    key = jax.random.key(seed)
+    for part in (plan.num_steps, plan.worker):
+        key = jax.random.fold_in(key, part)
+    drawn = []
+    for s in piece.segments:
+        own = jax.random.fold_in(key, s.leaf)
+        if bucket.num_shards > 1:
+            own = jax.random.fold_in(own, bucket.shard)
+        drawn.append(jax.random.uniform(own, (s.rows, ROW), jnp.float32))
+    return layout.pad_rows(jnp.concatenate(drawn), piece.rows)
+
+
+def leaf_means(plan: WorkerPlan, bucket: BucketPlan, rows: Sequence[jax.Array]) -> list[jax.Array]:
+    """Mean magnitude of the leaf of each row, all shards together: ``float32[rows]`` for each piece."""
+    sums = []
+    for x, piece in zip(rows, bucket.pieces, strict=True):
+        sums.append(sums_of_leaves(x, piece))
+    # All leaves in one sum, and none at all where nothing is cut.
+    totals = axes.sum_over_shards(jnp.concatenate(sums), plan.axis)
+    by_piece, first = [], 0
+    for piece in bucket.pieces:
+        own = totals[first : first + len(piece.segments)]
+        first += len(piece.segments)
+        sizes = [float(s.size) * bucket.num_shards for s in piece.segments]
+        low, high = own[:, 0] / np.array(sizes, np.float32), own[:, 1] / np.array(sizes, np.float32)
+        means = jnp.where(jnp.isfinite(low), low, high * 2.0**64)
+        by_row = [jnp.full(s.rows, means[i]) for i, s in enumerate(piece.segments)]
+        by_piece.append(jnp.pad(jnp.concatenate(by_row), (0, piece.idle)))
+    return by_piece
+
+
+def sums_of_leaves(x: jax.Array, piece: Piece) -> jax.Array:
+    """``float32[leaves, 2]``: sums of magnitudes, plain and times 2**-64, which do not overflow."""
+    magnitude = jnp.abs(x)
+    by_row = xla.reduced([operator.add] * 2, [magnitude, magnitude * 2.0**-64], 1)
+    each_row, sums = jnp.stack(by_row, -1), []
+    for s in piece.segments:
+        first = s.first_row - piece.first_row
+        sums.append(jnp.sum(each_row[first : first + s.rows], axis=0))
+    return jnp.stack(sums)
+
+
+def participation(
+    plan: WorkerPlan, encoded: Sequence[Sequence[Message]], abstain: jax.Array | None
+) -> list[jax.Array]:
+    """``bool[]`` for each bucket: all values are finite on all devices of the worker, and not ``abstain``.
+
+    One flag for all buckets; or one for each, since a common flag would make the first bucket wait for the
+    last gradient.
+    """
+
+    def participates(messages: Sequence[Message]) -> jax.Array:
+        abstains = jnp.zeros((), bool) if abstain is None else abstain
+        if messages:
+            # Behind the codes, so that momentum can be overwritten in place.
+            flags = [*[x.participates for x in messages], ~abstains]
+            abstains = ~xla.all_delayed_by(flags, [x.planes[0][0] for x in messages])
+        return ~axes.any_over_shards(abstains, plan.axis)
+
+    if plan.abstains_per_bucket:
+        return [participates(messages) for messages in encoded]
+    return [participates([x for messages in encoded for x in messages])] * len(encoded)
+
+
+# --- Decide
+
+
+def decide_context(
+    codec: Codec, plan: WorkerPlan, bucket: BucketPlan, sharded: bool
+) -> DecideContext:
+    """The rows of a bucket on which this worker decides: its chunk if ``sharded``, else all."""
+    places, sizes = bucket.layout, bucket.row_sizes
+    num_chunks, first = plan.num_workers, jnp.uint32(0)
+    if sharded:
+        num_chunks, first = 1, plan.worker.astype(jnp.uint32) * places.rows_per_chunk
+    if sizes is not None:
+        sizes = lax.dynamic_slice_in_dim(sizes, first, num_chunks * places.rows_per_chunk)
+    row = places.first_row + first
+    row += bucket.shard * places.total_rows
+    words = places.rows_per_chunk * WORDS_PER_ROW
+    tie_bits = bits.tie_bits(row * WORDS_PER_ROW, num_chunks * words, plan.num_steps)
+    return DecideContext(
+        codec=codec,
+        format=bucket.format,
+        num_chunks=num_chunks,
+        row_sizes=sizes,
+        tie_bits=tie_bits.reshape(num_chunks, words),
+        num_steps=plan.num_steps,
+        place=Place(plan.worker, bucket.deal),
+    )
+
+
+# --- Decode
+
+
+@jax.named_scope("lioncub.unpack")
+def decode(
+    decision: Decision, plan: WorkerPlan, bucket: BucketPlan, reply: Reply
+) -> list[jax.Array]:
+    """``u`` of each piece, ``[devices, rows, 128]``."""
+    fmt, num_rows = bucket.format, bucket.layout.rows
+    devices = len(reply.planes[0]) // fmt.num_workers
+    if not bucket.layout.large:  # one piece
+        u = decision.decode(reply.planes, reply.row_data, fmt.num_rows, fmt)
+        return [u.reshape(devices, -1, ROW)]
+    # Each piece by itself: large leaves of one shape share a kernel.
+    first_blocks = [piece.first_row // BLOCK for piece in bucket.pieces]
+    starts = xla.runtime_constants(first_blocks, plan.num_steps)
+    data = reply.row_data
+    by_block = (devices, num_rows // BLOCK, -1)
+    updates = []
+    for start, piece in zip(starts, bucket.pieces, strict=True):
+        size = piece.rows // BLOCK
+        planes = [slice_blocks(x.reshape(by_block), start, size) for x in reply.planes]
+        row_data = None if data is None else slice_blocks(data.reshape(by_block), start, size)
+        updates.append(decision.decode(planes, row_data, piece.rows, fmt))
+    return updates
+
+
+def slice_blocks(words: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    """``[devices, words]`` of ``size`` blocks from ``start`` on, of ``[devices, blocks, words]``."""
+    return lax.dynamic_slice_in_dim(words, start, size, 1).reshape(len(words), -1)
+
+
+def split_update(plan: WorkerPlan, piece: Piece, u: jax.Array) -> dict[int, jax.Array]:
+    """``u`` of each leaf of a piece by index; in a group of parts, ``[devices, rows, 128]``."""
+    if not plan.group_buckets:
+        # Float32, as it is used: a conversion for each leaf is work for a compiler.
+        return layout.split_piece(u.astype(jnp.float32), piece)
+    parts = {}
+    for s in piece.segments:
+        first = s.first_row - piece.first_row
+        parts[s.leaf] = u[:, first : first + plan.group_buckets[s.leaf].rows_per_chunk]
+    return parts
+
+
+def leaves_of_group(plan: WorkerPlan, parts: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    """Leaves by index, from all parts of each group bucket, ``[devices, rows, 128]``."""
+    leaves: dict[int, jax.Array] = {}
+    for k, bucket in enumerate(plan.group_buckets):
+        rows = parts[k].reshape(-1, ROW)
+        if isinstance(bucket, Deal):
+            leaves |= matrices.split(rows, bucket)
+        else:
+            leaves |= layout.split_bucket(rows, layout.pieces(bucket, plan.num_steps))
+    return leaves
+
+
+# --- Remember
+
+
+def next_momentum(
+    rule: MomentumRule, x: PieceInput, u: jax.Array, error: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """``mu = b2 mu + (1 - b2) g`` of a piece; after a sync in codes ``mu = u + e``."""
+    if not rule.synchronizes:
+        return rule.update(x.gradient, x.momentum)
+    exact = at_least_float32(layout.piece_to_rows(plus_error(x.direction, x.error), x.piece))
+    return layout.rows_to_piece(error(exact) + u.reshape(exact.shape), x.piece)
+
+
+def next_error(
+    codec: Codec, plan: WorkerPlan, bucket: BucketPlan, message: Message, exact: jax.Array
+) -> jax.Array:
+    """``e = keep (c + e - dequantize(q))``, of the rows ``c + e`` of a piece. Padding may hold anything."""
+    assert codec.decode is not None and message.scales is not None
+    scales = message.scales.reshape(bucket.layout.packed_parts, -1)
+    planes = [plane.reshape(len(scales), -1) for plane in message.planes]
+    rows = codec.decode(bits.unpack(planes, scales.shape[1]), scales)
+    if codec.rotates:
+        rows = rotation.undone(rows, plan.num_steps)
+    error = exact - rows.reshape(exact.shape).astype(exact.dtype)
+    return error if codec.keep == 1 else codec.keep * error
+
+
+def store_error(
+    x: PieceInput, codec: Codec, plan: WorkerPlan, bucket: BucketPlan, message: Message,
+    leaves: Sequence[jax.Array], participates: jax.Array,
+) -> dict[int, jax.Array]:  # fmt: skip
+    """The new error of each leaf of a piece, as `store`."""
+    assert x.error is not None and message.scales is not None
+    if x.piece.joined:
+        exact = at_least_float32(plus_error(x.direction, x.error))
+        error = next_error(codec, plan, bucket, message, exact)
+        return store(plan, x.piece, x.error, error, leaves, participates)
+    [s] = x.piece.segments
+    error, sizes = layout.piece_to_rows(x.error, x.piece), plan.row_sizes[s.leaf]
+    if sizes is not None:  # rows that fill the chunks of all workers have none
+        sizes = layout.pad_rows(sizes, len(error))
+
+    def new(error: jax.Array, direction: jax.Array, message: Message) -> jax.Array:
+        exact = plus_error(layout.piece_to_rows(direction, x.piece), error)
+        made = next_error(codec, plan, bucket, message, at_least_float32(exact))
+        return quantize.saturated(layout.zero_padding(made, sizes), error.dtype)
+
+    def old(error: jax.Array, direction: jax.Array, message: Message) -> jax.Array:
+        return error
+
+    message = message._replace(scales=message.scales.astype(jnp.float32))
+    error = xla.chosen(participates, new, old, error, x.direction, message)
+    return {s.leaf: layout.rows_to_piece(error, x.piece)}
+
+
+def store(
+    plan: WorkerPlan, piece: Piece, old: jax.Array, new: jax.Array, leaves: Sequence[jax.Array],
+    participates: jax.Array,
+) -> dict[int, jax.Array]:  # fmt: skip
+    """The new momentum (or error) of each leaf of a piece, in its own dtype, by index.
+
+    It is the old one if the worker abstains. ``old`` and ``new`` are arrays of the piece, ``leaves`` are
+    those of all leaves before the step.
+    """
+    dtypes = {leaves[s.leaf].dtype for s in piece.segments}
+    if len(dtypes) == 1:  # one cast for the whole piece
+        dtype = dtypes.pop()
+        new, old = quantize.saturated(new, dtype), old.astype(dtype)
+    updated = layout.split_piece(jnp.where(participates, new, old), piece)
+    for i, x in updated.items():
+        x = layout.zero_padding(x, plan.row_sizes[i])
+        updated[i] = quantize.saturated(x, leaves[i].dtype)
+    return updated

@@ -18,17 +18,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import checks, decide, layout, momentum, quantize, wires
-from lioncub_jax.exchange.arguments import check_count
 from lioncub_jax.exchange.bits import add_count
-from lioncub_jax.exchange.holder import Holder
+from lioncub_jax.exchange.checks import check_count
 from lioncub_jax.exchange.layout import Flat
-from lioncub_jax.exchange.mapped import on_workers
+from lioncub_jax.exchange.mapped import Holder, on_workers
 from lioncub_jax.exchange.means import common_dtype
-from lioncub_jax.exchange.pieces import WorkerState
+from lioncub_jax.exchange.plan import Exchange, plan_worker
 from lioncub_jax.exchange.quantize import Codec
-from lioncub_jax.exchange.single import run_step
-from lioncub_jax.exchange.step import Exchange
-from lioncub_jax.exchange.transform import init_owner_states, plan_worker
+from lioncub_jax.exchange.step import WorkerState, run_step
+from lioncub_jax.exchange.transform import init_owner_states
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers, worker_axes

@@ -6,7 +6,7 @@ devices.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,21 +15,18 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange import bits, checks, dealing, decide, layout, quantize, wires
-from lioncub_jax.exchange.arguments import check_count, check_kinds
+from lioncub_jax.exchange import bits, checks, decide, layout, matrices, quantize, wires
 from lioncub_jax.exchange.bits import ROW
-from lioncub_jax.exchange.dealing import Deal
-from lioncub_jax.exchange.decision import Decision
-from lioncub_jax.exchange.holder import Holder
+from lioncub_jax.exchange.checks import check_count, check_kinds
 from lioncub_jax.exchange.layout import BucketLayout, Flat, register_with_flax
-from lioncub_jax.exchange.mapped import on_workers
-from lioncub_jax.exchange.message import BucketStats, Format, message_size
+from lioncub_jax.exchange.mapped import Holder, on_workers
+from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.exchange.momentum import MomentumRule, forgotten
-from lioncub_jax.exchange.pieces import BucketPlan, WorkerPlan, WorkerState, leaves_of_group
+from lioncub_jax.exchange.plan import Exchange, WorkerPlan, plan_worker
 from lioncub_jax.exchange.quantize import Codec, Quantizer
-from lioncub_jax.exchange.single import run_step
-from lioncub_jax.exchange.step import Exchange, StepResult
-from lioncub_jax.exchange.wires import Wire
+from lioncub_jax.exchange.step import StepResult, WorkerState, leaves_of_group, run_step
+from lioncub_jax.exchange.votes import Decision
+from lioncub_jax.exchange.wires import BucketStats, Wire
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers
@@ -159,7 +156,7 @@ def communicate(
     check_wire(decision, quantizer, codec, wire)
     axis, group = placement.worker_axes(workers)
     if group:
-        checks.check_group(quantizer, codec)
+        check_group(quantizer, codec)
     if decision.of_matrices and bucket_size is not None:
         raise ValueError(
             f"bucket_size={bucket_size!r}: whole matrices are dealt once, over all owners: leave it out"
@@ -188,6 +185,15 @@ def check_wire(decision: Decision, quantizer: Quantizer, codec: Codec, wire: Wir
         raise ValueError(
             f"decision={decision.name}: the {wire.name} wire adds values, and {quantizer.name} sends "
             "codes: give quantizer=dense() with decision=at_owner(tx), or the two_phase wire"
+        )
+
+
+def check_group(quantizer: Quantizer, codec: Codec) -> None:
+    """Raises ``ValueError`` for codes that cannot serve two levels."""
+    if codec.uses_leaf_mean:
+        raise ValueError(
+            f"{quantizer.name} has one scale for a whole leaf, and a device of a group has a part of many "
+            "leaves: give sign(), ternary() or midrise(p)"
         )
 
 
@@ -316,143 +322,6 @@ def flats(values: Sequence[Any], buckets: Sequence[BucketLayout | Deal]) -> tupl
 # --- Update, where every mesh axis is manual
 
 
-def plan_worker(
-    exchange: Exchange,
-    leaves: Sequence[Any],
-    num_steps: jax.Array,
-    row_sizes: Sequence[jax.Array | None] | None = None,
-) -> WorkerPlan:
-    """The plan of this device's worker; its gradients are ``leaves``, or have their shapes and types.
-
-    ``row_sizes``: of leaves that are parts of a group's buckets already.
-    """
-    num_workers, devices = axes.workers_on(exchange.axis), axes.workers_on(exchange.group)
-    over = [axes.varying_axes(x) for x in leaves]
-    group_buckets, buckets = bucket_leaves(exchange, leaves, over, num_workers, devices)
-    if row_sizes is None:
-        row_sizes = [None] * len(leaves)
-    # Rows of nothing but padding have votes, or an owner's state.
-    codec = exchange.codec
-    padding_counts = codec.midtread or exchange.decision.has_state
-    device = axes.worker_index(exchange.group)
-    if exchange.shares:
-        row_sizes = [sizes_of_part(x, device, padding_counts) for x in group_buckets]
-    bucket_plans = []
-    for bucket in buckets:
-        shard, num_shards = axes.shard_of(bucket.axes, exchange.axis)
-        bucket_plan = BucketPlan(
-            bucket,
-            pieces=layout.pieces(bucket, num_steps),
-            format=format_of(exchange, bucket),
-            row_sizes=layout.row_sizes(bucket, row_sizes, padding_counts),
-            shard=shard,
-            num_shards=num_shards,
-            deal=deal_of(bucket, group_buckets),
-        )
-        bucket_plans.append(bucket_plan)
-    return WorkerPlan(
-        exchange.axis,
-        worker=axes.worker_index(exchange.axis),
-        num_workers=num_workers,
-        num_steps=num_steps,
-        buckets=bucket_plans,
-        group_buckets=group_buckets,
-        row_sizes=row_sizes,
-        abstains_per_bucket=exchange.bucket_size is not None,
-    )
-
-
-def bucket_leaves(
-    exchange: Exchange,
-    leaves: Sequence[Any],
-    over: Sequence[Collection[str]],
-    num_workers: int,
-    devices: int,
-) -> tuple[Sequence[BucketLayout | Deal], tuple[BucketLayout, ...]]:
-    """Buckets that a group of devices shares, and deals, () without; and those that travel between workers.
-
-    ``over``: for each leaf the mesh axes over which it varies.
-    """
-    limit = exchange.bucket_size
-    if not exchange.shares:
-        return (), layout.buckets(leaves, num_workers, limit, over)
-    shared: Sequence[BucketLayout | Deal]
-    if exchange.matrices is None:
-        shared = layout.buckets(leaves, devices, limit, over)
-        limit = None if limit is None else max(limit // devices, 1)
-    else:
-        check_dealt(exchange, over, num_workers)
-        matrices, group = exchange.matrices, exchange.group
-        shared = dealing.deals(leaves, over, matrices, num_workers, group, devices)
-        limit = 1  # each travels by itself
-    parts = [jax.ShapeDtypeStruct((x.rows_per_chunk, ROW), x.dtype) for x in shared]
-    over = [x.axes for x in shared]
-    return shared, layout.buckets(parts, num_workers, limit, over)
-
-
-def join_shared(leaves: Sequence[jax.Array], bucket: BucketLayout | Deal) -> jax.Array:
-    """The rows of the leaves of a shared bucket, ``float32[rows, 128]``."""
-    if isinstance(bucket, Deal):
-        return dealing.join(leaves, bucket)
-    return layout.join_bucket(leaves, bucket)
-
-
-def sizes_of_part(
-    bucket: BucketLayout | Deal, device: jax.Array, padding_counts: bool
-) -> jax.Array | None:
-    """Elements of each row of a device's part that are no padding; None where none can be mistaken."""
-    if isinstance(bucket, Deal):
-        return dealing.row_sizes(bucket, device)
-    return layout.row_sizes_of_part(bucket, device, padding_counts)
-
-
-def deal_of(bucket: BucketLayout, shared: Sequence[BucketLayout | Deal]) -> Deal | None:
-    """The deal that a bucket carries, or None."""
-    deal = shared[bucket.segments[0].leaf] if shared else None
-    return deal if isinstance(deal, Deal) else None
-
-
-def check_dealt(exchange: Exchange, over: Sequence[Collection[str]], num_workers: int) -> None:
-    """Raises ``ValueError`` where whole matrices cannot be dealt."""
-    if num_workers > 1 and not exchange.wire.sharded:
-        raise ValueError(
-            f"the {exchange.wire.name} wire has every worker decide on all rows, and a matrix has one "
-            "owner: give the two_phase wire"
-        )
-    assert exchange.matrices is not None
-    sizes = jax.sharding.get_abstract_mesh().shape
-    for varying, one in zip(over, exchange.matrices, strict=True):
-        inner = {n for n in {*varying}.difference(exchange.axis, exchange.group) if sizes[n] > 1}
-        if one.rows and inner != {name for cut in one.cuts for name, _ in cut}:
-            raise ValueError(
-                f"matrices are cut over {sorted(inner)}, and here types do not say along which of their "
-                "dimensions: run the optimizer in lioncub_jax.map_step or make_train_step"
-            )
-
-
-def format_of(exchange: Exchange, bucket: BucketLayout) -> Format:
-    """Contents and sizes of the messages and replies of a bucket."""
-    codec, num_rows, num_workers = exchange.codec, bucket.rows_per_chunk, bucket.num_chunks
-    max_code = codec.max_code(num_workers)
-    row_words = 0
-    if codec.marks_rows:
-        row_words = bits.row_words(num_rows)
-    if codec.sends_scales:
-        row_words = num_rows // 2
-    planes = max(max_code.bit_length(), 1)
-    return Format(
-        num_workers=num_workers,
-        num_rows=num_rows,
-        max_code=max_code,
-        midtread=codec.midtread,
-        dense=codec.dense,
-        marks_rows=codec.marks_rows,
-        sends_scales=codec.sends_scales,
-        message=message_size(planes, num_rows * codec.words_per_row, row_words),
-        reply=exchange.decision.reply_size(codec, num_rows, num_workers),
-    )
-
-
 def update_on_device(
     exchange: Exchange, updates: optax.Updates, state: CommunicateState, abstain: jax.Array | None
 ) -> tuple[optax.Updates, CommunicateState]:
@@ -577,3 +446,10 @@ def in_units(stats: BucketStats, tie: int, pair: int) -> jax.Array:
 def unit_of(largest: int) -> int:
     """The power of two in units of which a word holds sums up to ``largest``."""
     return max(largest.bit_length() - 32, 0)
+
+
+def join_shared(leaves: Sequence[jax.Array], bucket: BucketLayout | Deal) -> jax.Array:
+    """The rows of the leaves of a shared bucket, ``float32[rows, 128]``."""
+    if isinstance(bucket, Deal):
+        return matrices.join(leaves, bucket)
+    return layout.join_bucket(leaves, bucket)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange.holders import OWN, find_holders
+from lioncub_jax.exchange.mapped import OWN, find_holders
 from lioncub_jax.mesh import hosts
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers

@@ -18,8 +18,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import NamedSharding
 
+from lioncub_jax.exchange.checks import jaxprs_in, named_axes
 from lioncub_jax.exchange.mapped import GRADIENT
-from lioncub_jax.exchange.traced import jaxprs_in, named_axes
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_in, without
 

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lioncub_jax.exchange.holder import Holder
-from lioncub_jax.exchange.holders import find_holders
+from lioncub_jax.exchange.mapped import Holder, find_holders
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_of, flax_in_use
 

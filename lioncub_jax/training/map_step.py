@@ -20,7 +20,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange import checks, scopes
+from lioncub_jax.exchange import checks, wires
 from lioncub_jax.mesh import axes, hosts
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import FREE, Workers, check_alive, check_real
@@ -402,7 +402,7 @@ class Program:
         def on_worker(arrays: list[jax.Array]) -> list[jax.Array]:
             whole = [leaf.here(x) for leaf, x in zip(leaves, arrays, strict=True)]
             here = [self._folded(x) if i in self.keys else x for i, x in enumerate(whole)]
-            with jax.named_scope(scopes.DECIDED):  # by none alone: `differ` has proven it
+            with jax.named_scope(wires.DECIDED):  # by none alone: `differ` has proven it
                 results = jax.core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *here)
             for i, chain in self.chains.items():
                 results[i] = chain(whole)

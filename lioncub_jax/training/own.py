@@ -10,8 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import wires
-from lioncub_jax.exchange.holder import Holder
-from lioncub_jax.exchange.holders import exchanging_part, find_holders
+from lioncub_jax.exchange.mapped import Holder, exchanging_part, find_holders
 from lioncub_jax.mesh import hosts
 from lioncub_jax.mesh.axes import worker_index
 from lioncub_jax.mesh.hosts import is_key

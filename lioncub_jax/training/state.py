@@ -8,8 +8,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange.holder import Holder
-from lioncub_jax.exchange.mapped import MappedTransform
+from lioncub_jax.exchange.mapped import Holder, MappedTransform
 from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.hosts import check_same, is_key, is_raw_key, put
 from lioncub_jax.mesh.placement import Workers, check_real, check_workers

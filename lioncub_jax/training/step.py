@@ -14,10 +14,8 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange.arguments import check_count
-from lioncub_jax.exchange.checks import refused_functions
-from lioncub_jax.exchange.holder import Holder
-from lioncub_jax.exchange.holders import find_holders
+from lioncub_jax.exchange.checks import check_count, refused_functions
+from lioncub_jax.exchange.mapped import Holder, find_holders
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.hosts import Batches, is_key
 from lioncub_jax.mesh.placement import Workers, check_alive, check_devices, check_real

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lioncub_jax.exchange.arguments import check_number
+from lioncub_jax.exchange.checks import check_number
 
 DATA = ("alike", "different")  # what workers see: the same kind, or classes or texts of their own
 WINDOW = 32  # tokens; no worker saw less in a step

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lioncub_jax.exchange.arguments import check_count, check_number
+from lioncub_jax.exchange.checks import check_count, check_number
 from lioncub_jax.tools.plan.evidence import Learned, check_one_of, rows_of
 from lioncub_jax.tools.plan.methods import Scheme
 

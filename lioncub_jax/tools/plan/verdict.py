@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lioncub_jax.exchange.arguments import check_number
+from lioncub_jax.exchange.checks import check_number
 from lioncub_jax.tools.plan import evidence
 from lioncub_jax.tools.plan.evidence import DATA, FAR, Found
 from lioncub_jax.tools.plan.methods import ALONE, SCHEMES
