@@ -90,7 +90,8 @@ PARTS: dict[str, list[Job]] = {
         *(Job(name, 1024, width=384, factors=(1.0, 0.5), seeds=1) for name in (*SIZED[:3], *MUONS[:2])),
     ],
     "256": [
-        Job(name, STEPS) for name in ("powersgd-8", "adamw-micro-4", "vote-micro-4", *MUONS[:4])
+        # Those of 32 local steps have no step at each of the 16 points.
+        Job(name, STEPS) for name in ("powersgd-8", "adamw-micro-4", "vote-micro-4", *MUONS[:3])
     ],
     "different": [
         Job(name, STEPS, factors=(1.0,), seeds=2, data="different") for name in MUONS[:2]
