@@ -56,13 +56,13 @@ MUTANTS = r"""
 
 # baselines/terngrad.py: liars
 = a worker that says that it abstains has a vote in a sum
-- divides_by_present = True
-+ divides_by_present = False
+- zero=True, divides_by_present=True
++ zero=True, divides_by_present=False
 
 # baselines/terngrad.py: contract
 = a single worker has the signs of its gradients
--         return x
-+         return jnp.sign(x)
+- decode, reply_format, itself)
++ decode, reply_format, jnp.sign)
 
 # exchange/step.py: reference optimizer chains contract quantize
 = the error of a worker that abstains is forgotten
@@ -117,12 +117,12 @@ MUTANTS = r"""
 + pass
 
 = a tie leans to the upper side
-- (signs.tied & context.tie_bits)
-+ signs.tied
+- (tied & context.tie_bits(positive.shape[-1]))
++ tied
 
 = a row moves only where the number of voters is odd
-- reduce(operator.or_, counted.voters)
-+ counted.voters[0]
+- reduce(operator.or_, voters)
++ voters[0]
 
 = an average of codes of several bits divides by the voters alone
 - .astype(jnp.int32)[..., None] * fmt.max_code
@@ -181,7 +181,7 @@ MUTANTS = r"""
 + jnp.where(known, mean, jnp.nan)
 
 = an owner takes the matrices of another
-- owners = worker * each + jnp.arange(each, dtype=jnp.int32)
+- owners = context.worker * each + jnp.arange(each, dtype=jnp.int32)
 + owners = jnp.arange(each, dtype=jnp.int32)
 
 # checkpoint/rows.py: muon
@@ -195,8 +195,8 @@ MUTANTS = r"""
 
 # exchange/quantize.py: quantize reference sharding
 = a row of zeros votes if codes have several bits
-- context.by_part(mean > 0)
-+ context.by_part(mean >= 0)
+- context.in_chunks(mean > 0)
++ context.in_chunks(mean >= 0)
 
 = the step of a row whose sum overflows is the largest there is
 - jnp.where(jnp.isfinite(total), total / size, maximum)
@@ -210,6 +210,7 @@ MUTANTS = r"""
 - context._replace(row_sizes=None)
 + context
 
+# exchange/means.py: quantize reference
 = a number that a dtype cannot hold becomes infinite
 - x = jnp.clip(x, -largest, largest)
 + pass

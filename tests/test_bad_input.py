@@ -5,6 +5,7 @@ them in one place. Here are the tables of what is refused of one argument, one p
 """
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -15,9 +16,8 @@ from conftest import AXIS, absent, in_order, workers_on
 from contract import traced
 
 import lioncub_jax as lc
-from lioncub_jax.baselines.terngrad import Total
+from lioncub_jax.baselines.terngrad import total
 from lioncub_jax.exchange import checks
-from lioncub_jax.exchange.checks import part
 
 Q, D, WIRES, SYNC = lc.quantize, lc.decide, lc.wires, lc.sync
 PARAMS = {"w": jnp.ones((5,))}
@@ -158,7 +158,7 @@ MISFITS = [
         {"quantizer": Q.ternary(), "decision": D.majority()},
         "ternary has a code for zero ... give ternary() or average()",
     ),
-    ({"quantizer": Q.midrise(2), "decision": Total()}, "has no code for zero ... give average()"),
+    ({"quantizer": Q.midrise(2), "decision": total()}, "has no code for zero ... give average()"),
 ]  # fmt: skip
 
 
@@ -199,46 +199,29 @@ def test_more_workers_than_a_code_or_wire_can_count():
             predict(workers, **parts)
 
 
-MAJORITY = type(D.majority())
+def majority(**changed):
+    """The majority, with another codec of its replies."""
+    majority = D.majority()
+    return dataclasses.replace(majority, reply_codec=majority.reply_codec._replace(**changed))
 
 
-@part
-class TooLittle(MAJORITY):
-    """Without the pairs of votes, which its size has."""
-
-    def decide(self, *received):
-        reply, state = super().decide(*received)
-        return reply._replace(stats=reply.stats._replace(pairs=())), state
-
-
-@part
-class TooMuch(MAJORITY):
-    """With the pairs of votes, and a size without them."""
-
-    def reply_size(self, *sizes):
-        return super().reply_size(*sizes)._replace(numbers=2)
-
-
-@part
-class NoRows(MAJORITY):
-    """Without the rows that move."""
-
-    def encode_reply(self, *counted):
-        planes, _, signs = super().encode_reply(*counted)
-        return planes, None, signs
+FORMAT, ENCODE = D.majority().reply_codec.format, D.majority().reply_codec.encode
 
 
 @pytest.mark.parametrize(
-    ("decision", "words"),
+    ("decision", "bits", "words"),
     [
-        (TooLittle(), "1 planes, 2 numbers and 1 words ... says 1, 4 and 1: give what Decision.reply_size"),
-        (TooMuch(), "1 planes, 4 numbers and 1 words ... says 1, 2 and 1"),
-        (NoRows(), "1 planes, 4 numbers and 0 words ... says 1, 4 and 1"),
+        (majority(format=lambda fmt: FORMAT(fmt)._replace(numbers=4)), 2,
+         "1 planes, 2 numbers and 1 words ... says 1, 4 and 1: give what ReplyCodec.format"),
+        (majority(format=lambda fmt: FORMAT(fmt)._replace(numbers=2)), 1,
+         "1 planes, 4 numbers and 1 words ... says 1, 2 and 1"),
+        (majority(encode=lambda *given: (ENCODE(*given)[0], None)), 1,
+         "1 planes, 4 numbers and 0 words ... says 1, 4 and 1"),
     ],
 )  # fmt: skip
-def test_a_reply_of_another_size_than_its_decision_says(decision, words):
+def test_a_reply_of_another_size_than_its_decision_says(decision, bits, words):
     with raises(ValueError, words):
-        predict(2, decision=decision)
+        predict(2, decision=decision, quantizer=Q.midrise(bits))
 
 
 # --- One call ---------------------------------------------------------------------------------------

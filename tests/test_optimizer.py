@@ -30,7 +30,6 @@ import lioncub_jax as lc
 from lioncub_jax.audit.compiled import collectives
 from lioncub_jax.exchange import layout, xla
 from lioncub_jax.exchange.checks import part
-from lioncub_jax.exchange.votes import Majority
 from lioncub_jax.mesh import border
 
 # Options under which nothing is rounded if gradients are small whole numbers, and at most the sum of
@@ -167,19 +166,24 @@ def test_one_worker_with_several_buckets_is_the_one_with_one():
 
 
 @part
-class CountedVotes(Majority):
+class CountedVotes(lc.decide.Decision):
     """The majority, and at the owner the number of votes on each element of its chunk."""
 
+    votes = lc.decide.majority()
+    reply_codec = votes.reply_codec
     has_state = True
+
+    def codec_of(self, quantizer):
+        return self.votes.codec_of(quantizer)
 
     def init(self, rows, deal):
         return jnp.zeros_like(rows)
 
     def decide(self, received, context, state):
-        reply, _ = super().decide(received, context, ())
+        reply, _ = self.votes.decide(received, context, ())
         return reply, state + 1
 
-    def decide_locally(self, mean, present, row_sizes, place, state):
+    def decide_locally(self, mean, present, context, state):
         return mean, state + present
 
 

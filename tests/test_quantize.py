@@ -39,7 +39,7 @@ def encode(quantizer, x, step, worker, *, workers):
     )  # fmt: skip
     (context,) = encode_contexts(codec, worker_plan, here, [rows])
     message = codec.encode(rows, context)
-    parts = context.by_part(rows)
+    parts = context.in_chunks(rows)
     planes = [x.reshape(len(parts), -1) for x in message.planes]
     codes = None
     if not codec.dense:

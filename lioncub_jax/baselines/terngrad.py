@@ -8,12 +8,13 @@ import optax
 from jax.typing import ArrayLike
 
 from lioncub_jax.baselines import compression
-from lioncub_jax.exchange import bits, quantize, votes, wires
-from lioncub_jax.exchange.checks import check_betas, check_number, part
+from lioncub_jax.exchange import bits, quantize, wires
+from lioncub_jax.exchange.at_owner import itself
+from lioncub_jax.exchange.checks import check_betas, check_number
 from lioncub_jax.exchange.momentum import nothing
-from lioncub_jax.exchange.quantize import Codec, Quantizer
+from lioncub_jax.exchange.quantize import Context
 from lioncub_jax.exchange.transform import communicate
-from lioncub_jax.exchange.votes import DecideContext, Planes, Signs, Tally, Vote
+from lioncub_jax.exchange.votes import Planes, ReplyCodec, Tally, Vote
 from lioncub_jax.exchange.wires import Format
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import AxisName
@@ -21,47 +22,26 @@ from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.optimizers import Mask, descending
 
 
-@part
-class Total(Vote):
+def total() -> Vote:
     """``u = sum_i v_i / 2``, in whole numbers of codes: the planes of the sum.
 
     For codes with a zero: workers that abstain add nothing, and the number of votes need not travel.
-    `terngrad` divides by it.
+    `terngrad` divides by it. A single worker has the value itself, which the sum has on average.
     """
 
-    name = "total"
-    divides_by_present = True
+    def encode(counted: Tally, context: Context) -> tuple[Planes, None]:
+        return counted.planes, None
 
-    def codec_of(self, quantizer: Quantizer) -> Codec:
-        """Votes with a zero."""
-        codec = super().codec_of(quantizer)
-        if not codec.midtread:
-            raise ValueError(
-                f"decision={self.name}: {quantizer.name} has no code for zero, so a sum without "
-                "the number of votes is no result: give average()"
-            )
-        return codec
-
-    def encode_reply(
-        self, counted: Tally, context: DecideContext
-    ) -> tuple[Planes, jax.Array | None, Signs]:
-        """Planes of the sum."""
-        return counted.planes, None, votes.signs_of_sum(counted, context.format)
-
-    def decode(
-        self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
-    ) -> jax.Array:
+    def decode(planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format) -> jax.Array:
         """``sum - W max_code / 2``."""
         sums = bits.unpack_stored(planes, num_rows).astype(jnp.int32)
         return jnp.minimum(sums, fmt.max_sum) - fmt.max_sum // 2
 
-    def reply_words(self, max_code: int, num_rows: int, num_workers: int) -> tuple[int, int]:
-        """Bits of the sum."""
-        return (num_workers * max_code).bit_length(), 0
+    def reply_format(fmt: Format) -> Format:
+        return fmt.reply(fmt.max_sum.bit_length(), 0)
 
-    def local_update(self, x: jax.Array) -> jax.Array:
-        """The value itself, which the sum has on average."""
-        return x
+    codec = ReplyCodec("total", encode, decode, reply_format, itself)
+    return Vote(codec, zero=True, divides_by_present=True)
 
 
 def terngrad(
@@ -106,7 +86,7 @@ def terngrad(
         check_number(f"clip={clip!r}", clip, lambda x: x > 0, wanted, float)
     axis = compression.one_level("terngrad", workers)
     quantizer = quantize.ternary(rounding=quantize.stochastic(seed))
-    codes = communicate(workers=axis, momentum=nothing(), quantizer=quantizer, decision=Total())
+    codes = communicate(workers=axis, momentum=nothing(), quantizer=quantizer, decision=total())
 
     def step(
         updates: optax.Updates, state: Any, abstain: jax.Array

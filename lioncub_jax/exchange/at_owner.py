@@ -1,6 +1,6 @@
 """An optimizer at the owner of a chunk: it decodes values, averages them, and encodes the result."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,15 +12,16 @@ from jax.typing import DTypeLike
 from lioncub_jax.exchange import bits, checks, layout, matrices, quantize, rotation, xla
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.checks import check_floating, check_kinds, part
-from lioncub_jax.exchange.matrices import Deal, DimensionNumbers, Matrices, Place, widened
-from lioncub_jax.exchange.quantize import Codec, Quantizer
+from lioncub_jax.exchange.matrices import Deal, DimensionNumbers, Matrices, widened
+from lioncub_jax.exchange.means import saturated
+from lioncub_jax.exchange.quantize import Codec, Context, Quantizer
 from lioncub_jax.exchange.votes import (
-    DecideContext,
     Decision,
     Planes,
-    Signs,
+    ReplyCodec,
     decode_signs,
     number_of_ties,
+    signs_format,
     with_tie_bits,
 )
 from lioncub_jax.exchange.wires import (
@@ -28,9 +29,7 @@ from lioncub_jax.exchange.wires import (
     Format,
     Inbox,
     Reply,
-    Size,
     Sums,
-    reply_size,
     unpack_scales,
 )
 
@@ -45,27 +44,6 @@ class OwnerState(NamedTuple):
 
     inner: optax.OptState
     error: Any
-
-
-class ReplyCodec(NamedTuple):
-    """The codec of an owner's reply; built by the functions of this module.
-
-    Attributes:
-      name: for errors and reports.
-      encode: ``(u, DecideContext, BucketStats, error) -> (Reply, error)`` of ``float32[rows, 128]``, NaN
-        where nothing is known.
-      decode: ``(planes, row_data, num_rows) -> [chunks, rows, 128]``, int32 or float32.
-      size: ``num_rows -> Size`` of a reply about one chunk.
-      local_update: the update of a single worker, which needs no codes: the sign, or the value itself.
-      init: ``float[rows, 128] -> error`` before the first step; ``()`` for none.
-    """
-
-    name: str
-    encode: Callable[..., tuple[Reply, jax.Array | tuple[()]]]
-    decode: Callable[[Planes, jax.Array | None, int], jax.Array]
-    size: Callable[[int], Size]
-    local_update: Callable[[jax.Array], jax.Array] = lambda u: u
-    init: Callable[[jax.Array], jax.Array | tuple[()]] = lambda rows: ()
 
 
 class Inner(NamedTuple):
@@ -137,35 +115,37 @@ class AtOwner(Decision):
         return OwnerState(inner, self.reply_codec.init(rows))
 
     def decide(
-        self, received: Inbox | Sums, context: DecideContext, state: OwnerState
+        self, received: Inbox | Sums, context: Context, state: OwnerState
     ) -> tuple[Reply, OwnerState]:
         """Averages, runs the transform, encodes its result."""
         mean = mean_of_values(received, context).reshape(-1, ROW)
         if context.codec.rotates:
             mean = rotation.undone(mean, context.num_steps)
         known = known_elements(mean, received.present, context.row_sizes)
-        u, inner = self.run(mean, known, context.place, state.inner)
+        u, inner = self.run(mean, known, context, state.inner)
         stats = BucketStats(jnp.uint32(0), (), received.present)
         reply, error = self.reply_codec.encode(u, context, stats, state.error)
         return reply, OwnerState(inner, error)
 
     def run(
-        self, mean: jax.Array, known: jax.Array, place: Place, state: Any
+        self, mean: jax.Array, known: jax.Array, context: Context, state: Any
     ) -> tuple[jax.Array, Any]:
         """``u`` in float32, NaN where the mean is not known, and the next state, which stays there."""
-        worker, deal = place
         if self.rest is None:
             return elementwise(self.tx, mean, known, state)
+        deal = context.deal
         assert deal is not None
         each = len(mean) // deal.rows  # owners of this worker
-        owners = worker * each + jnp.arange(each, dtype=jnp.int32)
+        owners = context.worker * each + jnp.arange(each, dtype=jnp.int32)
         ends = jnp.array(deal.matrix_rows)[owners]
         of_matrix = (jnp.arange(deal.rows)[None] < ends[:, None]).reshape(-1, 1)
         given = jnp.where(known & of_matrix, mean, jnp.nan)
         given = matrices.cut_rows(given, deal, "matrices").reshape(each, -1, ROW)
         own, known_own = [matrices.cut_rows(x, deal, "rest") for x in (mean, known & ~of_matrix)]
 
-        u_matrices, whole = matrices.update_matrices(self.tx, given, place, state.matrices)
+        u_matrices, whole = matrices.update_matrices(
+            self.tx, given, context.worker, deal, state.matrices
+        )
         u_rest, rest = elementwise(self.rest, own, known_own, state.rest)
 
         u = (
@@ -174,31 +154,13 @@ class AtOwner(Decision):
         )
         return jnp.where(known, jnp.where(of_matrix, *u), jnp.nan), Inner(whole, rest)
 
-    def decode(
-        self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
-    ) -> jax.Array:
-        """The decoded reply."""
-        return self.reply_codec.decode(planes, row_data, num_rows)
-
-    def reply_size(self, codec: Codec, num_rows: int, num_workers: int) -> Size:
-        """Size of the coded reply."""
-        return self.reply_codec.size(num_rows)
-
-    def local_update(self, x: jax.Array) -> jax.Array:
-        """The sign, or ``x`` itself."""
-        return self.reply_codec.local_update(x)
-
     def decide_locally(
-        self,
-        mean: jax.Array,
-        present: jax.Array,
-        row_sizes: jax.Array | None,
-        place: Place,
-        state: OwnerState,
+        self, mean: jax.Array, present: jax.Array, context: Context, state: OwnerState
     ) -> tuple[jax.Array, OwnerState]:
         """``u`` of a single worker, ``float32[rows, 128]``, plus the error of earlier replies."""
         mean = mean * share(present)
-        u, inner = self.run(mean, known_elements(mean, present, row_sizes), place, state.inner)
+        known = known_elements(mean, present, context.row_sizes)
+        u, inner = self.run(mean, known, context, state.inner)
         known = ~jnp.isnan(u)
         if not jax.tree.leaves(state.error):
             return jnp.where(known, u, 0), OwnerState(inner, ())
@@ -214,7 +176,7 @@ def known_elements(mean: jax.Array, present: jax.Array, row_sizes: jax.Array | N
     return known
 
 
-def mean_of_values(received: Inbox | Sums, context: DecideContext) -> jax.Array:
+def mean_of_values(received: Inbox | Sums, context: Context) -> jax.Array:
     """``mean_i dequantize(q_i)`` over the workers that participate: ``float32[chunks, rows, 128]``."""
     if isinstance(received, Sums):
         return received.sums * share(received.present)
@@ -296,6 +258,11 @@ def at_owner(tx: optax.GradientTransformation, reply: ReplyCodec | None = None) 
     return AtOwner(tx, reply)
 
 
+def itself(u: jax.Array) -> jax.Array:
+    """The update of a single worker: the value."""
+    return u
+
+
 def sign() -> ReplyCodec:
     """One bit: the sign, which of Lion is the whole update; where it is 0, the fair bit of a tie.
 
@@ -305,20 +272,16 @@ def sign() -> ReplyCodec:
     """
 
     def encode(
-        u: jax.Array, context: DecideContext, stats: BucketStats, error: tuple[()]
+        u: jax.Array, context: Context, stats: BucketStats, error: tuple[()]
     ) -> tuple[Reply, tuple[()]]:
         u = context.in_chunks(zero_unknown(u))
         fields = (u > 0).astype(jnp.uint32) | ((u != 0).astype(jnp.uint32) << 1)
         positive, marks = bits.pack(fields, 2)
         moved = bits.any_in_rows(marks, context.format.num_rows)
-        signs = Signs(positive, ~marks, moved)
-        stats = stats._replace(ties=number_of_ties(signs, context))
-        return Reply([with_tie_bits(signs, context)], moved, stats), error
+        stats = stats._replace(ties=number_of_ties(~marks, moved, context))
+        return Reply([with_tie_bits(positive, ~marks, context)], moved, stats), error
 
-    def size(num_rows: int) -> Size:
-        return reply_size(1, num_rows * bits.WORDS_PER_ROW, bits.row_words(num_rows))
-
-    return ReplyCodec("sign", encode, decode_signs, size, local_update=jnp.sign)
+    return ReplyCodec("sign", encode, decode_signs, signs_format, jnp.sign)
 
 
 def values() -> ReplyCodec:
@@ -332,19 +295,19 @@ def values() -> ReplyCodec:
     """
 
     def encode(
-        u: jax.Array, context: DecideContext, stats: BucketStats, error: tuple[()]
+        u: jax.Array, context: Context, stats: BucketStats, error: tuple[()]
     ) -> tuple[Reply, tuple[()]]:
         words = zero_unknown(u).view(jnp.uint32)
         return Reply([words.reshape(context.num_chunks, -1)], None, stats), error
 
-    def decode(planes: Planes, row_data: jax.Array | None, num_rows: int) -> jax.Array:
+    def decode(planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format) -> jax.Array:
         decoded = planes[0].view(jnp.float32).reshape(-1, num_rows, ROW)
         return jnp.where(jnp.isfinite(decoded), decoded, 0)  # whatever an owner sends
 
-    def size(num_rows: int) -> Size:
-        return reply_size(1, num_rows * ROW, 0)
+    def reply_format(fmt: Format) -> Format:
+        return fmt.reply(1, 0, words_per_row=ROW)
 
-    return ReplyCodec("values", encode, decode, size)
+    return ReplyCodec("values", encode, decode, reply_format, itself)
 
 
 def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
@@ -377,20 +340,20 @@ def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
     short = jnp.int8 if p < 8 else jnp.int16
 
     def encode(
-        u: jax.Array, context: DecideContext, stats: BucketStats, error: jax.Array
+        u: jax.Array, context: Context, stats: BucketStats, error: jax.Array
     ) -> tuple[Reply, jax.Array]:
         x = zero_unknown(u + error.astype(jnp.float32))
         mean, _ = quantize.row_mean(x, context.row_sizes)
         half = quantize.to_bfloat16(quantize.GAUSSIAN_STEP[p] / 2 * mean)
         half = jnp.minimum(half, largest)
         q = quantize.midrise_codes(x, x >= 0, 2 * half, p)
-        new_error = quantize.saturated(x - quantize.dequantized(q, max_code, half), error.dtype)
+        new_error = saturated(x - quantize.dequantized(q, max_code, half), error.dtype)
         new_error = jnp.where(jnp.isnan(u), error, new_error)
         # If no worker participates no element is known, so the scale is 0.
         row_data = half.astype(jnp.bfloat16).reshape(context.num_chunks, -1).view(jnp.uint32)
         return Reply(bits.pack(context.in_chunks(q), p), row_data, stats), new_error
 
-    def decode(planes: Planes, row_data: jax.Array | None, num_rows: int) -> jax.Array:
+    def decode(planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format) -> jax.Array:
         assert row_data is not None
         half = unpack_scales(row_data, largest).reshape(-1, num_rows)  # whatever an owner sends
         half = xla.materialized(half)
@@ -405,10 +368,10 @@ def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
         words = planes[0]
         return jnp.zeros((*words.shape[:-1], words.shape[-1] // bits.WORDS_PER_ROW, ROW), short)
 
-    def size(num_rows: int) -> Size:
-        return reply_size(p, num_rows * bits.WORDS_PER_ROW, num_rows // 2)
+    def reply_format(fmt: Format) -> Format:
+        return fmt.reply(p, fmt.num_rows // 2)
 
     def init(rows: jax.Array) -> jax.Array:
         return jnp.zeros_like(rows, dtype=dtype)
 
-    return ReplyCodec(f"codes({p})", encode, decode, size, init=init)
+    return ReplyCodec(f"codes({p})", encode, decode, reply_format, itself, init)

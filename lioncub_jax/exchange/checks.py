@@ -27,7 +27,12 @@ from lioncub_jax.mesh.placement import check_arrays
 Part = TypeVar("Part")
 
 
-@dataclass_transform(frozen_default=True)
+def static(*, default: Any) -> Any:
+    """A field of a `part` that is no number: it decides what is compiled."""
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(static, dataclasses.field))
 def part(cls: type[Part]) -> type[Part]:
     """A class of parts: a frozen dataclass, and a pytree, so that numbers in it may be traced arrays."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False)(cls))

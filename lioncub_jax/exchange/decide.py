@@ -14,30 +14,19 @@ file names what users call. `sign` and `ternary` have the names of quantizers be
 sign in one bit, and -1, 0 or +1 in two.
 """
 
-from lioncub_jax.exchange.at_owner import OwnerState, ReplyCodec, at_owner, codes, sign, values
-from lioncub_jax.exchange.quantize import Quantizer
-from lioncub_jax.exchange.votes import (
-    DecideContext,
-    Decision,
-    Signs,
-    Tally,
-    Vote,
-    average,
-    majority,
-    ternary,
-)
-from lioncub_jax.exchange.wires import BucketStats, Inbox, Reply, Size, Sums
+from lioncub_jax.exchange.at_owner import OwnerState, at_owner, codes, sign, values
+from lioncub_jax.exchange.quantize import Context, Quantizer
+from lioncub_jax.exchange.votes import Decision, ReplyCodec, Tally, Vote, average, majority, ternary
+from lioncub_jax.exchange.wires import BucketStats, Inbox, Reply, Sums
 
 __all__ = [
     "BucketStats",
-    "DecideContext",
+    "Context",
     "Decision",
     "Inbox",
     "OwnerState",
     "Reply",
     "ReplyCodec",
-    "Signs",
-    "Size",
     "Sums",
     "Tally",
     "Vote",

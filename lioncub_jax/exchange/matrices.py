@@ -35,8 +35,7 @@ from optax.contrib import MuonDimensionNumbers
 from lioncub_jax.exchange import wires
 from lioncub_jax.exchange.bits import BLOCK, ROW, divide_up, round_up, whole_rows
 from lioncub_jax.exchange.layout import SMALL
-from lioncub_jax.exchange.means import at_least_float32
-from lioncub_jax.exchange.quantize import saturated
+from lioncub_jax.exchange.means import at_least_float32, saturated
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.specs import cuts_of, joined_shards, restrict
 
@@ -195,18 +194,6 @@ class Deal(NamedTuple):
         ends = [run.first_row + run.rows for run in own]
         rest = slice(min([run.first_row for run in own], default=0), max(ends, default=0))
         return rest if part == "rest" else slice(0, self.rows)
-
-
-class Place(NamedTuple):
-    """Where the rows are on which a worker decides.
-
-    Attributes:
-      worker: ``int32[]``, its index.
-      deal: of their leaves, if whole matrices were dealt; else None.
-    """
-
-    worker: jax.Array
-    deal: Deal | None
 
 
 def matrices_of(
@@ -461,24 +448,24 @@ def in_place(x: jax.Array, deal: Deal, part: str, each: int) -> jax.Array:
 
 
 def update_matrices(
-    tx: optax.GradientTransformation, mean: jax.Array, place: Place, state: Any
+    tx: optax.GradientTransformation, mean: jax.Array, worker: jax.Array, deal: Deal, state: Any
 ) -> tuple[jax.Array, Any]:
     """``u`` of the matrices of a worker, and the next state.
 
     Args:
       tx: is given one matrix at a time.
       mean: ``[owners of the worker, rows, 128]`` on this device, NaN for what is not known.
-      place: of the rows.
+      worker: ``int32[]``, its index.
+      deal: of the leaves.
       state: arrays ``[rows, 128]`` of all these rows, and numbers.
     """
     tree: Any
-    owner, deal = place
-    assert deal is not None
+    owner = worker
     arrays, tree = jax.tree.flatten(state)
     kept = [x.reshape(mean.shape) for x in arrays if x.ndim]
     devices, mine = axes.workers_on(deal.shared_by), axes.worker_index(deal.shared_by)
     if deal.whole:
-        owner, mean = owner * devices + mine, wires.swapped(mean, deal.shared_by)
+        owner, mean = worker * devices + mine, wires.swapped(mean, deal.shared_by)
     elif devices > 1:
         mean, *kept = [wires.gathered_parts(x, deal.shared_by) for x in (mean, *kept)]
 

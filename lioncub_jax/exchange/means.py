@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 
 def common_dtype(*given: Any) -> np.dtype:
@@ -18,6 +19,14 @@ def common_dtype(*given: Any) -> np.dtype:
 def at_least_float32(x: jax.Array) -> jax.Array:
     """The same numbers, wide enough that results are rounded once, when they are stored."""
     return x.astype(common_dtype(x, jnp.float32))
+
+
+def saturated(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """A cast that keeps finite values finite: those that the dtype cannot hold become its largest."""
+    largest = float(jnp.finfo(dtype).max)
+    if largest < float(jnp.finfo(x.dtype).max):
+        x = jnp.clip(x, -largest, largest)
+    return x.astype(dtype)
 
 
 def _is_float8(x: Any) -> bool:

@@ -4,7 +4,6 @@ Workers send a blend of their own gradient and their own momentum, so momenta dr
 different data; `sync` averages them at times.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from lioncub_jax.exchange.checks import check_betas, check_decay, check_number, part
+from lioncub_jax.exchange.checks import check_betas, check_decay, check_number, part, static
 from lioncub_jax.exchange.means import at_least_float32
 
 __all__ = ["MomentumRule", "blend", "nothing"]
@@ -81,7 +80,7 @@ class Blend(MomentumRule):
     b1: ArrayLike
     b2: ArrayLike
     mu_dtype: DTypeLike | None
-    forget: float | None = dataclasses.field(default=None, metadata={"static": True})
+    forget: float | None = static(default=None)
 
     def init(self, params: optax.Params) -> optax.Params:
         """Zeros like the parameters; ``ValueError`` for a dtype of theirs that cannot keep ``b2``."""

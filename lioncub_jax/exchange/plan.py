@@ -12,7 +12,7 @@ from lioncub_jax.exchange.matrices import Deal, Matrices
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.quantize import Codec
 from lioncub_jax.exchange.votes import Decision
-from lioncub_jax.exchange.wires import Format, Wire, message_size
+from lioncub_jax.exchange.wires import Format, Wire
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 
@@ -52,7 +52,8 @@ class BucketPlan(NamedTuple):
     Attributes:
       layout: places of its leaves; static.
       pieces: those of ``layout``, with starts that are known at run time only, see `layout.pieces`.
-      format: contents and sizes of messages and replies.
+      message: format of messages about a chunk.
+      reply: format of replies.
       row_sizes: ``int32[rows]``, elements of each row that are no padding; None where all are, or where
         padding cannot count.
       shard: ``uint32[]``, index of the shard of the leaves on this device; 0 for whole leaves.
@@ -62,7 +63,8 @@ class BucketPlan(NamedTuple):
 
     layout: BucketLayout
     pieces: Sequence[Piece]
-    format: Format
+    message: Format
+    reply: Format
     row_sizes: jax.Array | None
     shard: jax.Array | int
     num_shards: int
@@ -119,10 +121,12 @@ def plan_worker(
     bucket_plans = []
     for bucket in buckets:
         shard, num_shards = axes.shard_of(bucket.axes, exchange.axis)
+        message = message_format(codec, bucket)
         bucket_plan = BucketPlan(
             bucket,
             pieces=layout.pieces(bucket, num_steps),
-            format=format_of(exchange, bucket),
+            message=message,
+            reply=exchange.decision.reply_codec.format(message),
             row_sizes=layout.row_sizes(bucket, row_sizes, padding_counts),
             shard=shard,
             num_shards=num_shards,
@@ -202,16 +206,15 @@ def check_dealt(exchange: Exchange, over: Sequence[Collection[str]], num_workers
             )
 
 
-def format_of(exchange: Exchange, bucket: BucketLayout) -> Format:
-    """Contents and sizes of the messages and replies of a bucket."""
-    codec, num_rows, num_workers = exchange.codec, bucket.rows_per_chunk, bucket.num_chunks
+def message_format(codec: Codec, bucket: BucketLayout) -> Format:
+    """The format of messages about a chunk of a bucket."""
+    num_rows, num_workers = bucket.rows_per_chunk, bucket.num_chunks
     max_code = codec.max_code(num_workers)
     row_words = 0
     if codec.marks_rows:
         row_words = bits.row_words(num_rows)
     if codec.sends_scales:
         row_words = num_rows // 2
-    planes = max(max_code.bit_length(), 1)
     return Format(
         num_workers=num_workers,
         num_rows=num_rows,
@@ -220,6 +223,8 @@ def format_of(exchange: Exchange, bucket: BucketLayout) -> Format:
         dense=codec.dense,
         marks_rows=codec.marks_rows,
         sends_scales=codec.sends_scales,
-        message=message_size(planes, num_rows * codec.words_per_row, row_words),
-        reply=exchange.decision.reply_size(codec, num_rows, num_workers),
+        counts_pairs=codec.counts_pairs,
+        planes=max(max_code.bit_length(), 1),
+        plane_words=num_rows * codec.words_per_row,
+        row_words=row_words,
     )

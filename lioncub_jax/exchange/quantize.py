@@ -23,14 +23,15 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from lioncub_jax.exchange import bits, rotation, xla
+from lioncub_jax.exchange import bits, layout, means, rotation, xla
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.checks import check_floating, check_number
-from lioncub_jax.exchange.wires import LARGEST_BFLOAT16, Message
+from lioncub_jax.exchange.matrices import Deal
+from lioncub_jax.exchange.wires import LARGEST_BFLOAT16, Format, Message
 
 __all__ = [
     "Codec",
-    "EncodeContext",
+    "Context",
     "Message",
     "Quantizer",
     "dense",
@@ -62,32 +63,6 @@ GAUSSIAN_STEP = {
 LEAST = 2.0**-126  # CPUs take smaller numbers for 0
 
 
-class EncodeContext(NamedTuple):
-    """Facts about the rows of a piece, besides their values.
-
-    Attributes:
-      packed_parts: the number of equal parts in which the rows are packed.
-      num_workers: W.
-      num_steps: ``int32[]``, steps taken before; the same on every worker.
-      row_sizes: ``int32[rows]``, elements of each row that are no padding; None where all are.
-      random_signs: ``uint32[4 rows]``, a random sign for each element that is exactly zero.
-      noise: ``float32[rows, 128]`` in [0, 1) for stochastic rounding, or None.
-      leaf_mean: ``float32[rows]``, mean magnitude of the leaf of each row, or None.
-    """
-
-    packed_parts: int
-    num_workers: int
-    num_steps: jax.Array
-    row_sizes: jax.Array | None
-    random_signs: jax.Array
-    noise: jax.Array | None = None
-    leaf_mean: jax.Array | None = None
-
-    def by_part(self, x: jax.Array) -> jax.Array:
-        """``[rows, ...]`` as ``[parts, rows of a part, ...]``."""
-        return x.reshape(self.packed_parts, -1, *x.shape[1:])
-
-
 class Rounding(NamedTuple):
     """Stochastic rounding; built by `stochastic`.
 
@@ -104,7 +79,7 @@ class Codec(NamedTuple):
     Attributes:
       max_code: ``num_workers -> largest code``; raises ``ValueError`` if the sum over so many workers does
         not fit.
-      encode: ``(float32[rows, 128], EncodeContext) -> Message``.
+      encode: ``(float32[rows, 128], Context) -> Message``.
       decode: ``(codes, scales) -> float32[..., rows, 128]`` of codes, or dense values, of that shape, and
         scales ``[..., rows]``. None for votes.
       midtread: the middle code is zero.
@@ -117,7 +92,7 @@ class Codec(NamedTuple):
     """
 
     max_code: Callable[[int], int]
-    encode: Callable[[jax.Array, EncodeContext], Message]
+    encode: Callable[[jax.Array, "Context"], Message]
     decode: Callable[..., jax.Array] | None = None
     midtread: bool = False
     dense: np.dtype | None = None
@@ -131,6 +106,11 @@ class Codec(NamedTuple):
     def marks_rows(self) -> bool:
         """True where a bit for each row marks those that are voted on."""
         return self.decode is None and not self.midtread
+
+    @property
+    def counts_pairs(self) -> bool:
+        """True for votes of one bit, of which replies have the pairs that differ."""
+        return self.marks_rows and self.max_code(1) == 1
 
     @property
     def sends_scales(self) -> bool:
@@ -148,6 +128,57 @@ class Codec(NamedTuple):
     def words_per_row(self) -> int:
         """Words of a plane for one row."""
         return bits.WORDS_PER_ROW if self.dense is None else ROW * self.dense.itemsize // 4
+
+
+class Context(NamedTuple):
+    """Some rows, besides their values: of a piece that a worker encodes, or of what it decides on.
+
+    Attributes:
+      codec: of the codes.
+      format: of messages about a chunk: W, the largest code.
+      num_chunks: equal parts, each packed by itself: of a piece as many as it has chunks, or 1; of a
+        decision 1 if each worker owns a chunk, W if every worker decides on all.
+      num_steps: ``int32[]``, steps taken before; the same on every worker.
+      row_sizes: ``int32[rows]``, elements of each row that are no padding; None where all are, or where
+        padding cannot count.
+      first_word: ``uint32[]``, the word of all buckets where the rows begin.
+      worker: ``int32[]``, index of the worker.
+      deal: of the leaves, if whole matrices were dealt; else None.
+      draw: of the signs of a worker's zeros, for codes without a zero.
+      noise: ``float32[rows, 128]`` in [0, 1) for stochastic rounding, or None.
+      leaf_mean: ``float32[rows]``, mean magnitude of the leaf of each row, or None.
+    """
+
+    codec: Codec
+    format: Format
+    num_chunks: int
+    num_steps: jax.Array
+    row_sizes: jax.Array | None
+    first_word: jax.Array
+    worker: jax.Array
+    deal: Deal | None = None
+    draw: bits.SignDraw | None = None
+    noise: jax.Array | None = None
+    leaf_mean: jax.Array | None = None
+
+    def in_chunks(self, x: jax.Array) -> jax.Array:
+        """``[chunks rows, ...]`` as ``[chunks, rows, ...]``."""
+        return x.reshape(self.num_chunks, -1, *x.shape[1:])
+
+    def real(self) -> jax.Array:
+        """``bool[chunks, rows, 128]``: elements that are no padding, where there are row sizes."""
+        assert self.row_sizes is not None
+        return self.in_chunks(layout.real_elements(self.row_sizes))
+
+    def zero_signs(self, words: int) -> jax.Array:
+        """``uint32[chunks, words of a chunk]``, a random sign for each zero: see `bits.random_signs`."""
+        assert self.draw is not None
+        return self.in_chunks(bits.random_signs(self.first_word, words, self.draw))
+
+    def tie_bits(self, words: int) -> jax.Array:
+        """``uint32[chunks, words]``, fair bits for ties, the same on every worker: see `bits.tie_bits`."""
+        drawn = bits.tie_bits(self.first_word, self.num_chunks * words, self.num_steps)
+        return self.in_chunks(drawn)
 
 
 class Quantizer(NamedTuple):
@@ -224,7 +255,7 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     check_bits("midrise", p, 1)
     max_code, middle = 2**p - 1, 2 ** (p - 1)
 
-    def encode(x: jax.Array, context: EncodeContext) -> Message:
+    def encode(x: jax.Array, context: Context) -> Message:
         mean, finite = row_mean(x, context.row_sizes)
         scale = to_bfloat16(GAUSSIAN_STEP[p] * mean)
         if context.noise is None:
@@ -236,10 +267,10 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
         *planes, _ = _packed(
             q | ((x != 0).astype(jnp.uint32) << p), p + 1, context, with_zero_signs=True
         )
-        voted = bits.pack_rows(context.by_part(mean > 0)).reshape(-1)
+        voted = bits.pack_rows(context.in_chunks(mean > 0)).reshape(-1)
         return Message(planes, voted, scale.astype(jnp.bfloat16), jnp.all(finite))
 
-    def vote(x: jax.Array, context: EncodeContext) -> Message:
+    def vote(x: jax.Array, context: Context) -> Message:
         if p == 1 and context.noise is None:  # needs no scale
             return _signs(x, context)
         return encode(x, context)._replace(scales=None)
@@ -288,9 +319,9 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
             )
         return 2 * s
 
-    def encode(x: jax.Array, context: EncodeContext) -> Message:
+    def encode(x: jax.Array, context: Context) -> Message:
         assert context.leaf_mean is not None
-        s = max_code(context.num_workers) // 2
+        s = max_code(context.format.num_workers) // 2
         t = _divided(x, context.leaf_mean) * (s / 2)
         if context.noise is not None:
             t = jnp.floor(t + context.noise)
@@ -317,7 +348,7 @@ def ternary(*, rounding: Rounding | None = None) -> Quantizer:
       2
     """
 
-    def encode(x: jax.Array, context: EncodeContext) -> Message:
+    def encode(x: jax.Array, context: Context) -> Message:
         if context.noise is None:
             q = jnp.where(x > 0, 2, jnp.where(x < 0, 0, 1)).astype(jnp.uint32)
         else:
@@ -359,7 +390,7 @@ def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     check_bits("levels", p, 2)
     s = 2 ** (p - 1) - 1
 
-    def encode(x: jax.Array, context: EncodeContext) -> Message:
+    def encode(x: jax.Array, context: Context) -> Message:
         scale = _up_to_bfloat16(jnp.max(jnp.abs(x), axis=1) / s)
         scale = jnp.where(scale < LEAST, 0, scale)
         t = _divided(x, scale)
@@ -371,7 +402,7 @@ def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
         q = (jnp.clip(jnp.round(t), -largest, largest) + s).astype(jnp.uint32)
         return _midtread(q, x, p, context)._replace(scales=scale.astype(jnp.bfloat16))
 
-    def vote(x: jax.Array, context: EncodeContext) -> Message:
+    def vote(x: jax.Array, context: Context) -> Message:
         return encode(x, context)._replace(scales=None)
 
     def max_code(num_workers: int) -> int:
@@ -400,8 +431,8 @@ def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
     if dtype.name not in ("float32", "bfloat16"):
         raise ValueError(f"dense({dtype.name}): values travel as float32 or bfloat16")
 
-    def encode(x: jax.Array, context: EncodeContext) -> Message:
-        words = saturated(x, dtype).view(jnp.uint32).reshape(-1)
+    def encode(x: jax.Array, context: Context) -> Message:
+        words = means.saturated(x, dtype).view(jnp.uint32).reshape(-1)
         return Message([words], None, None, jnp.all(jnp.isfinite(x)))
 
     def decode(values: jax.Array, scales: jax.Array | None) -> jax.Array:
@@ -491,7 +522,7 @@ def rotated(quantizer: Quantizer) -> Quantizer:
             "goes around it; give midrise(p), as in error_feedback(rotated(midrise(1)))"
         )
 
-    def encode(x: jax.Array, context: EncodeContext) -> Message:
+    def encode(x: jax.Array, context: Context) -> Message:
         # After the rotation the padding is not zero any more, so all 128 elements count.
         context = context._replace(row_sizes=None)
         return codec.encode(rotation.rotated(x, context.num_steps), context)
@@ -519,14 +550,6 @@ def rotated_sign(dtype: DTypeLike = jnp.bfloat16) -> Quantizer:
     Source: this library; docs/reports/convergence.md has what it loses.
     """
     return error_feedback(rotated(midrise(1)), dtype, keep=0.7)
-
-
-def saturated(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """A cast that keeps finite values finite: those that the dtype cannot hold become its largest."""
-    largest = float(jnp.finfo(dtype).max)
-    if largest < float(jnp.finfo(x.dtype).max):
-        x = jnp.clip(x, -largest, largest)
-    return x.astype(dtype)
 
 
 def to_bfloat16(x: jax.Array) -> jax.Array:
@@ -597,24 +620,23 @@ def _decoder(max_code: int) -> Callable[..., jax.Array]:
     return decode
 
 
-def _packed(
-    codes: jax.Array, p: int, context: EncodeContext, with_zero_signs: bool
-) -> list[jax.Array]:
+def _packed(codes: jax.Array, p: int, context: Context, with_zero_signs: bool) -> list[jax.Array]:
     """Packs codes ``[rows, 128]`` to planes ``uint32[4 rows]``, part by part."""
-    signs = context.random_signs.reshape(context.packed_parts, -1) if with_zero_signs else None
-    return [plane.reshape(-1) for plane in bits.pack(context.by_part(codes), p, signs)]
+    words = len(codes) * bits.WORDS_PER_ROW
+    signs = context.zero_signs(words) if with_zero_signs else None
+    return [plane.reshape(-1) for plane in bits.pack(context.in_chunks(codes), p, signs)]
 
 
-def _signs(x: jax.Array, context: EncodeContext) -> Message:
+def _signs(x: jax.Array, context: Context) -> Message:
     fields = (~jnp.isfinite(x)).astype(jnp.uint32) | ((x > 0).astype(jnp.uint32) << 1)
     fields |= (x != 0).astype(jnp.uint32) << 2
     not_finite, positive, marks = _packed(fields, 3, context, with_zero_signs=True)
-    rows = x.shape[0] // context.packed_parts
+    rows = x.shape[0] // context.num_chunks
     voted = bits.any_in_rows(marks.reshape(-1, rows * bits.WORDS_PER_ROW), rows)
     return Message([positive], voted.reshape(-1), None, jnp.all(not_finite == 0))
 
 
-def _midtread(codes: jax.Array, x: jax.Array, p: int, context: EncodeContext) -> Message:
+def _midtread(codes: jax.Array, x: jax.Array, p: int, context: Context) -> Message:
     fields = codes | ((~jnp.isfinite(x)).astype(jnp.uint32) << p)
     *planes, not_finite = _packed(fields, p + 1, context, with_zero_signs=False)
     return Message(planes, None, None, jnp.all(not_finite == 0))

@@ -61,15 +61,15 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax.exchange import bits, kernels, layout, matrices, quantize, rotation, wires, xla
+from lioncub_jax.exchange import bits, kernels, layout, matrices, rotation, wires, xla
 from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW
 from lioncub_jax.exchange.layout import Piece
 from lioncub_jax.exchange.matrices import Deal
-from lioncub_jax.exchange.means import at_least_float32
+from lioncub_jax.exchange.means import at_least_float32, saturated
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.plan import BucketPlan, Exchange, WorkerPlan
-from lioncub_jax.exchange.quantize import Codec, EncodeContext
-from lioncub_jax.exchange.votes import DecideContext, Decision, Place
+from lioncub_jax.exchange.quantize import Codec, Context
+from lioncub_jax.exchange.votes import Decision
 from lioncub_jax.exchange.wires import (
     BucketStats,
     Message,
@@ -165,12 +165,12 @@ def step(
     error: dict[int, jax.Array] = {}
     new_owner_states, stats = [], []
     for k, bucket in enumerate(plan.buckets):
-        message = join(piece_messages[k], bucket.format, participates[k])
-        received = collect(wire, message, bucket.format, exchange.axis)
+        message = join(piece_messages[k], bucket.message, participates[k])
+        received = collect(wire, message, bucket.message, exchange.axis)
         with jax.named_scope("lioncub.decide"):
             context = decide_context(codec, plan, bucket, wire.sharded)
             reply, owner_state = decision.decide(received, context, owner_states[k])
-        replies = publish(wire, reply, bucket.format, exchange.axis, exchange.group)
+        replies = publish(wire, reply, bucket.reply, exchange.axis, exchange.group)
         new_owner_states.append(owner_state)
         stats.append(replies.stats)
 
@@ -238,20 +238,21 @@ def single_worker_step(
     if decision.has_state:
         for k, bucket in enumerate(plan.buckets):
             rows = layout.join_bucket(values, bucket.layout)
+            context = decide_context(exchange.codec, plan, bucket, sharded=False)
             rows, new_owner_states[k] = decision.decide_locally(
-                rows, present, bucket.row_sizes, Place(plan.worker, bucket.deal), owner_states[k]
+                rows, present, context, owner_states[k]
             )
             for i, x in layout.split_bucket(rows, bucket.layout.pieces).items():
                 values[i] = x
 
     updates, new_mu, new_error = {}, [], []
     for i, (g, mu, e) in enumerate(zip(grads, state.mu, state.error, strict=True)):
-        u = jnp.where(abstains, 0, decision.local_update(values[i]))
+        u = jnp.where(abstains, 0, decision.reply_codec.local_update(values[i]))
         u = axes.same_everywhere(u, axis)
         updates[i] = wires.from_group(u, exchange.group) if exchange.group else u
         if mu is not None:
             new = values[i] if rule.synchronizes else rule.update(g, mu)
-            mu = jnp.where(abstains, mu, quantize.saturated(new, mu.dtype))
+            mu = jnp.where(abstains, mu, saturated(new, mu.dtype))
         new_mu.append(mu)
         new_error.append(None if e is None else jnp.where(abstains, e, 0))
 
@@ -305,7 +306,7 @@ def encode(
 
 def encode_contexts(
     codec: Codec, plan: WorkerPlan, bucket: BucketPlan, rows: Sequence[jax.Array]
-) -> list[EncodeContext]:
+) -> list[Context]:
     """Facts that the codec needs about each piece of a bucket, of values ``rows``."""
     pieces = bucket.pieces
     means: Sequence[jax.Array | None] = [None] * len(pieces)
@@ -322,12 +323,15 @@ def encode_contexts(
     for k, piece in enumerate(pieces):
         sizes, first, size = bucket.row_sizes, piece.first_row, piece.rows
         first_word = first_words[k] + bucket.shard * bucket.layout.total_rows * WORDS_PER_ROW
-        context = EncodeContext(
-            packed_parts=bucket.layout.packed_parts,
-            num_workers=plan.num_workers,
+        context = Context(
+            codec=codec,
+            format=bucket.message,
+            num_chunks=bucket.layout.packed_parts,
             num_steps=plan.num_steps,
             row_sizes=None if sizes is None else sizes[first:][:size],
-            random_signs=bits.random_signs(first_word, size * WORDS_PER_ROW, draw),
+            first_word=first_word,
+            worker=plan.worker,
+            draw=draw,
             noise=None if rounding is None else noise(rounding.seed, plan, bucket, piece),
             leaf_mean=means[k],
         )
@@ -404,9 +408,7 @@ def participation(
 # --- Decide
 
 
-def decide_context(
-    codec: Codec, plan: WorkerPlan, bucket: BucketPlan, sharded: bool
-) -> DecideContext:
+def decide_context(codec: Codec, plan: WorkerPlan, bucket: BucketPlan, sharded: bool) -> Context:
     """The rows of a bucket on which this worker decides: its chunk if ``sharded``, else all."""
     places, sizes = bucket.layout, bucket.row_sizes
     num_chunks, first = plan.num_workers, jnp.uint32(0)
@@ -416,16 +418,15 @@ def decide_context(
         sizes = lax.dynamic_slice_in_dim(sizes, first, num_chunks * places.rows_per_chunk)
     row = places.first_row + first
     row += bucket.shard * places.total_rows
-    words = places.rows_per_chunk * WORDS_PER_ROW
-    tie_bits = bits.tie_bits(row * WORDS_PER_ROW, num_chunks * words, plan.num_steps)
-    return DecideContext(
+    return Context(
         codec=codec,
-        format=bucket.format,
+        format=bucket.message,
         num_chunks=num_chunks,
-        row_sizes=sizes,
-        tie_bits=tie_bits.reshape(num_chunks, words),
         num_steps=plan.num_steps,
-        place=Place(plan.worker, bucket.deal),
+        row_sizes=sizes,
+        first_word=row * WORDS_PER_ROW,
+        worker=plan.worker,
+        deal=bucket.deal,
     )
 
 
@@ -437,10 +438,10 @@ def decode(
     decision: Decision, plan: WorkerPlan, bucket: BucketPlan, reply: Reply
 ) -> list[jax.Array]:
     """``u`` of each piece, ``[devices, rows, 128]``."""
-    fmt, num_rows = bucket.format, bucket.layout.rows
+    codec, fmt, num_rows = decision.reply_codec, bucket.reply, bucket.layout.rows
     devices = len(reply.planes[0]) // fmt.num_workers
     if not bucket.layout.large:  # one piece
-        u = decision.decode(reply.planes, reply.row_data, fmt.num_rows, fmt)
+        u = codec.decode(reply.planes, reply.row_data, fmt.num_rows, fmt)
         return [u.reshape(devices, -1, ROW)]
     # Each piece by itself: large leaves of one shape share a kernel.
     first_blocks = [piece.first_row // BLOCK for piece in bucket.pieces]
@@ -452,7 +453,7 @@ def decode(
         size = piece.rows // BLOCK
         planes = [slice_blocks(x.reshape(by_block), start, size) for x in reply.planes]
         row_data = None if data is None else slice_blocks(data.reshape(by_block), start, size)
-        updates.append(decision.decode(planes, row_data, piece.rows, fmt))
+        updates.append(codec.decode(planes, row_data, piece.rows, fmt))
     return updates
 
 
@@ -530,7 +531,7 @@ def store_error(
     def new(error: jax.Array, direction: jax.Array, message: Message) -> jax.Array:
         exact = plus_error(layout.piece_to_rows(direction, x.piece), error)
         made = next_error(codec, plan, bucket, message, at_least_float32(exact))
-        return quantize.saturated(layout.zero_padding(made, sizes), error.dtype)
+        return saturated(layout.zero_padding(made, sizes), error.dtype)
 
     def old(error: jax.Array, direction: jax.Array, message: Message) -> jax.Array:
         return error
@@ -552,9 +553,9 @@ def store(
     dtypes = {leaves[s.leaf].dtype for s in piece.segments}
     if len(dtypes) == 1:  # one cast for the whole piece
         dtype = dtypes.pop()
-        new, old = quantize.saturated(new, dtype), old.astype(dtype)
+        new, old = saturated(new, dtype), old.astype(dtype)
     updated = layout.split_piece(jnp.where(participates, new, old), piece)
     for i, x in updated.items():
         x = layout.zero_padding(x, plan.row_sizes[i])
-        updated[i] = quantize.saturated(x, leaves[i].dtype)
+        updated[i] = saturated(x, leaves[i].dtype)
     return updated

@@ -254,7 +254,7 @@ def update_state(
 
 def zero_votes(exchange: Exchange) -> VoteCounts:
     """Zeros before the first step, each an array of its own: a training step donates them all."""
-    counts_pairs = exchange.decision.counts_pairs(exchange.codec)
+    counts_pairs = exchange.codec.counts_pairs
     return VoteCounts(
         ties=jnp.zeros((), jnp.float32),
         parameters=jnp.zeros((), jnp.float32),

@@ -26,7 +26,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from lioncub_jax.exchange import bits, layout
-from lioncub_jax.exchange.bits import ROW
+from lioncub_jax.exchange.bits import ROW, WORDS_PER_ROW
 from lioncub_jax.exchange.compilations import mark_vote
 from lioncub_jax.exchange.means import common_dtype, halves, of_halves
 from lioncub_jax.mesh import axes
@@ -143,22 +143,43 @@ class Reply(NamedTuple):
     stats: BucketStats
 
 
-class Size(NamedTuple):
-    """Words of a message or a reply about one chunk.
+class Format(NamedTuple):
+    """Contents of the messages, or of the replies, about one chunk of a bucket, and their words.
 
     Attributes:
+      num_workers: W.
+      num_rows: rows of one chunk.
+      max_code: the largest code; 0 for dense values.
+      midtread: a code means zero.
+      dense: dtype of values that travel as they are, or None.
+      marks_rows: the message has a bit for each row, set where the worker votes on it.
+      sends_scales: the message has the scale of each row.
+      counts_pairs: the reply has pairs of votes among its statistics.
       planes: number of planes.
       plane_words: words of each.
-      numbers: single numbers.
       row_words: words of the rows' data.
-      multiple: long messages are padded to a multiple of it.
+      numbers: single numbers.
+      multiple: a long one is padded to a multiple of so many words: whole cache lines.
     """
 
+    num_workers: int
+    num_rows: int
+    max_code: int
+    midtread: bool
+    dense: np.dtype | None
+    marks_rows: bool
+    sends_scales: bool
+    counts_pairs: bool
     planes: int
     plane_words: int
-    numbers: int
     row_words: int
-    multiple: int
+    numbers: int = 1
+    multiple: int = CACHE_LINE
+
+    @property
+    def max_sum(self) -> int:
+        """The largest sum of codes, ``W max_code``."""
+        return self.num_workers * self.max_code
 
     @property
     def words(self) -> int:
@@ -166,16 +187,15 @@ class Size(NamedTuple):
         words = self.planes * self.plane_words + self.numbers + self.row_words
         return padded_size(words, self.multiple)
 
-
-def message_size(planes: int, plane_words: int, row_words: int) -> Size:
-    """Size of a message about one chunk, in whole cache lines."""
-    return Size(planes, plane_words, numbers=1, row_words=row_words, multiple=CACHE_LINE)
-
-
-def reply_size(planes: int, plane_words: int, row_words: int, pairs: bool = False) -> Size:
-    """Size of a reply about one chunk, in whole vectors of a TPU; ``pairs``: with the pairs of votes."""
-    numbers = 4 if pairs else 2
-    return Size(planes, plane_words, numbers=numbers, row_words=row_words, multiple=VECTOR)
+    def reply(self, planes: int, row_words: int, words_per_row: int = WORDS_PER_ROW) -> "Format":
+        """That of replies to such messages, in whole vectors of a TPU."""
+        return self._replace(
+            planes=planes,
+            plane_words=self.num_rows * words_per_row,
+            row_words=row_words,
+            numbers=4 if self.counts_pairs else 2,
+            multiple=VECTOR,
+        )
 
 
 def padded_size(words: int, multiple: int) -> int:
@@ -187,37 +207,6 @@ def padded_size(words: int, multiple: int) -> int:
     return bits.round_up(words, multiple) if words >= 100 * VECTOR else words
 
 
-class Format(NamedTuple):
-    """Contents and sizes of the messages and replies of one bucket.
-
-    Attributes:
-      num_workers: W.
-      num_rows: rows of one chunk.
-      max_code: the largest code; 0 for dense values.
-      midtread: a code means zero.
-      dense: dtype of values that travel as they are, or None.
-      marks_rows: the message has a bit for each row, set where the worker votes on it.
-      sends_scales: the message has the scale of each row.
-      message: size of a message about one chunk.
-      reply: size of a reply about one chunk.
-    """
-
-    num_workers: int
-    num_rows: int
-    max_code: int
-    midtread: bool
-    dense: np.dtype | None
-    marks_rows: bool
-    sends_scales: bool
-    message: Size
-    reply: Size
-
-    @property
-    def max_sum(self) -> int:
-        """The largest sum of codes, ``W max_code``."""
-        return self.num_workers * self.max_code
-
-
 def join(pieces: Sequence[Message], fmt: Format, participates: jax.Array) -> Message:
     """Joins the messages about the pieces of a bucket, padded to W chunks.
 
@@ -225,10 +214,10 @@ def join(pieces: Sequence[Message], fmt: Format, participates: jax.Array) -> Mes
     scales of 0. Dense values stay as they are, and the owner leaves them out by ``participates``.
     """
     planes, voted, scales = [], None, None
-    for k in range(fmt.message.planes):
-        planes.append(_padded([x.planes[k] for x in pieces], fmt, fmt.message.plane_words))
+    for k in range(fmt.planes):
+        planes.append(_padded([x.planes[k] for x in pieces], fmt, fmt.plane_words))
     if fmt.marks_rows:
-        voted = _padded([x.voted for x in pieces], fmt, fmt.message.row_words)
+        voted = _padded([x.voted for x in pieces], fmt, fmt.row_words)
     if fmt.sends_scales:
         scales = _padded([x.scales for x in pieces], fmt, fmt.num_rows)
     if fmt.midtread:
@@ -258,7 +247,7 @@ def pack_message(message: Message, fmt: Format) -> jax.Array:
     if message.scales is not None:
         row_data = message.scales.view(jnp.uint32)
     numbers = [message.participates.astype(jnp.uint32)]
-    return concatenate(fmt.message, fmt.num_workers, message.planes, numbers, row_data)
+    return concatenate(fmt, fmt.num_workers, message.planes, numbers, row_data)
 
 
 def unpack_message(words: jax.Array, fmt: Format) -> Inbox:
@@ -267,7 +256,7 @@ def unpack_message(words: jax.Array, fmt: Format) -> Inbox:
     Codes above the largest count as the largest, and only on rows that are voted on; scales that are no
     positive number count as 0.
     """
-    planes, numbers, row_data = split(fmt.message, words)
+    planes, numbers, row_data = split(fmt, words)
     participates, voted, scales = numbers[:, 0, 0] & 1, None, None
     if fmt.midtread:
         planes = bits.at_most(planes, fmt.max_code)
@@ -296,13 +285,13 @@ def pack_reply(reply: Reply, fmt: Format) -> jax.Array:
     """Packs a reply about some chunks: ``uint32[chunks, words]``."""
     ties, pairs, present = reply.stats
     numbers = [ties, present, *[x.view(jnp.uint32) for x in pairs]]
-    return concatenate(fmt.reply, len(reply.planes[0]), reply.planes, numbers, reply.row_data)
+    return concatenate(fmt, len(reply.planes[0]), reply.planes, numbers, reply.row_data)
 
 
 def unpack_reply(words: jax.Array, fmt: Format) -> Reply:
     """Unpacks the replies of all owners, ``uint32[chunks, words]``; present is the median of theirs."""
-    planes, numbers, row_data = split(fmt.reply, words)
-    ties, present, *pairs = [numbers[:, k] for k in range(fmt.reply.numbers)]
+    planes, numbers, row_data = split(fmt, words)
+    ties, present, *pairs = [numbers[:, k] for k in range(fmt.numbers)]
     elements = fmt.num_rows * ROW
     ties = jnp.minimum(ties, np.uint32(min(elements, 2**32 - 1)))
     if pairs:
@@ -316,7 +305,7 @@ def unpack_reply(words: jax.Array, fmt: Format) -> Reply:
 
 
 def concatenate(
-    size: Size,
+    size: Format,
     chunks: int,
     planes: Sequence[jax.Array],
     numbers: Sequence[jax.Array],
@@ -328,7 +317,7 @@ def concatenate(
         raise ValueError(
             f"a message or reply has {len(planes)} planes, {len(numbers)} numbers and {row_words} words of "
             f"rows, and its size says {size.planes}, {size.numbers} and {size.row_words}: give what "
-            "Decision.reply_size or the Codec says (numbers of a reply: ties, present, and two for pairs)"
+            "ReplyCodec.format or the Codec says (numbers of a reply: ties, present, and two for pairs)"
         )
     parts = [*planes]
     for x in numbers:
@@ -339,7 +328,7 @@ def concatenate(
     return jnp.pad(words, ((0, 0), (0, size.words - words.shape[1])))
 
 
-def split(size: Size, words: jax.Array) -> tuple[list[jax.Array], jax.Array, Any]:
+def split(size: Format, words: jax.Array) -> tuple[list[jax.Array], jax.Array, Any]:
     """Undoes `concatenate`, of ``uint32[..., words]``: planes, single numbers, and data of rows or None."""
     ends = [size.plane_words * (k + 1) for k in range(size.planes)]
     *planes, rest = jnp.split(words, ends, axis=-1)
