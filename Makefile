@@ -27,6 +27,8 @@ LOG_READY := .venv-log/.ready-$(PY_VERSION)
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 # Launchers of the registry, in an environment that sees $(VENV); those of Debian with LAUNCHERS=1, as root.
 LAUNCHERS ?=
+# It makes the environments of the trainers; MaxText and Kauldron want it.
+TRAINERS_PYTHON ?= python3.12
 LAUNCHERS_READY := .venv-launchers/.ready-$(PY_VERSION)
 DEBIAN := slurmctld slurmd slurm-client munge openmpi-bin mpich
 # The site; beside requirements/lock.txt, whose versions it keeps.
@@ -126,9 +128,9 @@ launchers: $(READY) $(if $(LAUNCHERS),$(LAUNCHERS_READY)) ## train by the launch
 	$(if $(LAUNCHERS),apt-get update && apt-get install --yes --no-install-recommends $(DEBIAN))
 	$(VENV)/bin/python benchmarks/launchers.py
 
-# Each in an environment of its own, in .venv-trainers.
+# Each in an environment of its own, in .venv-trainers, of Python 3.12.
 trainers: $(READY) ## train by the trainers that people run, plain and with the library, and write their table
-	$(VENV)/bin/python benchmarks/trainers.py
+	$(VENV)/bin/python benchmarks/trainers.py --python $(TRAINERS_PYTHON)
 
 lint: $(READY) ## check style, formatting and types
 	$(VENV)/bin/python -m ruff check .

@@ -1,12 +1,13 @@
 """Trainers that people run, on four simulated devices: plain, and with optimizers of the library.
 
-    make trainers
+    make trainers TRAINERS_PYTHON=/path/to/python3.12
     python benchmarks/trainers.py --only flax_nnx --methods lion_cub
 
 Each file of `examples/large` runs in an environment of its own, `.venv-trainers/NAME`, with the versions in
-`requirements/trainers`. Plain is the file without the lines that end with `# lioncub`. A run that stops
-half-way and goes on by the trainer's own checkpoints is compared with one that did not. The table of
-docs/how_to/large_trainers.md and the lines there are written anew.
+`requirements/trainers`. Plain is the file without the lines that end with `# lioncub`. Rows of `losses` are
+means over seeds, at the best of three rates. Rows of `times` are of one run that has no compilation cache.
+A run that stops half-way and goes on by the trainer's own checkpoints is compared with one that did not.
+The tables of docs/how_to/large_trainers.md and the lines there are written anew.
 """
 
 import dataclasses
@@ -16,8 +17,6 @@ import os
 import re
 import statistics
 import subprocess
-import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -32,15 +31,16 @@ FILES = ROOT / "examples/large"
 ENVIRONMENTS = ROOT / ".venv-trainers"
 DOCUMENT = ROOT / "docs/how_to/large_trainers.md"
 MARK = "# lioncub"
-WRITTEN = "lc.owner_adamw(RATE, workers=workers)"  # in each file, once
-METHODS = {
-    "plain": "",
-    "owner_adamw": WRITTEN,
-    "lion_cub": "lc.lion_cub(RATE / 5, workers=workers)",
-    "owner_muon": "lc.owner_muon(RATE, workers=workers)",
-}
-RESUMED = ("owner_adamw",)
-DEVICES, STEPS, SKIPPED = 4, 40, 5
+WRITTEN = "lc.owner_adamw("  # in each file, once
+# What the rate of a file, which is that of AdamW, is multiplied with.
+METHODS = {"plain": 1.0, "owner_adamw": 1.0, "lion_cub": 0.2, "owner_muon": 1.0}
+OURS = [name for name in METHODS if name != "plain"]
+RESUMED = "owner_adamw"
+FACTORS, SEEDS = (
+    (1.0, 1 / 3, 3.0),
+    (0, 1, 2),
+)  # of the rate in the file; the first run tells of bytes
+DEVICES, STEPS, SKIPPED, LAST = 4, 40, 5, 5
 LOAD = os.getloadavg()[0]  # of others, before the first run
 IDLE = 0.5  # with more load, times are those of other work too
 
@@ -54,6 +54,8 @@ class Trainer:
       name: for people.
       package: on the registry, whose version is told.
       requirements: of `requirements/trainers`, without its ending.
+      line: what it prints of a step, its number and its loss.
+      constants: other values of the file's numbers.
       methods: that it trains with.
     """
 
@@ -61,13 +63,62 @@ class Trainer:
     name: str
     package: str
     requirements: str
+    line: str = r"(\d+) (\S+)\n"
+    constants: tuple[tuple[str, Any], ...] = ()
     methods: tuple[str, ...] = tuple(METHODS)
+
+    @property
+    def key(self) -> str:
+        """The file, and what is other in it."""
+        return ", ".join([self.file, *[f"{name}={value}" for name, value in self.constants]])
 
     def source(self) -> str:
         return (FILES / f"{self.file}.py").read_text()
 
 
-TRAINERS = [Trainer("flax_nnx", "Flax, `nnx.Optimizer`", "flax", "flax")]
+FEW = ("plain", "owner_adamw")
+MAXTEXT = r".*completed step: (\d+), .* loss: ([\d.]+).*\n"
+TRAINERS = [
+    Trainer("flax_nnx", "Flax, `nnx.Optimizer`", "flax", "flax"),
+    Trainer("flax_linen", "Flax, `TrainState`, and grain", "flax", "flax"),
+    Trainer("keras_fit", "Keras, `Model.fit`", "keras", "keras"),
+    Trainer("numpyro_svi", "numpyro, `SVI`", "numpyro", "numpyro"),
+    Trainer("maxtext_pretrain", "MaxText, pre-training", "maxtext", "maxtext", MAXTEXT),
+    Trainer(
+        "maxtext_pretrain",
+        "without `scan_layers`",
+        "maxtext",
+        "maxtext",
+        MAXTEXT,
+        (("SCAN", False),),
+        FEW,
+    ),
+    Trainer(
+        "maxtext_pretrain",
+        "two workers, `fsdp=2`",
+        "maxtext",
+        "maxtext",
+        MAXTEXT,
+        (("FSDP", 2),),
+        FEW,
+    ),
+    Trainer("tunix_peft", "Tunix, `PeftTrainer`", "google-tunix", "tunix"),
+    Trainer(
+        "tunix_peft",
+        "adapters (LoRA)",
+        "google-tunix",
+        "tunix",
+        constants=(("LORA", True), ("RATE", 1e-2)),
+    ),
+    Trainer(
+        "tunix_peft",
+        "two workers, `fsdp=2`",
+        "google-tunix",
+        "tunix",
+        constants=(("FSDP", 2),),
+        methods=FEW,
+    ),
+]
 
 
 class Ran(NamedTuple):
@@ -83,6 +134,10 @@ class Ran(NamedTuple):
     seconds: float
     told: dict[str, Any]
 
+    def last(self) -> float:
+        """The mean of the last losses."""
+        return statistics.mean([*self.losses.values()][-LAST:])
+
 
 # --- Files
 
@@ -93,50 +148,62 @@ def lines_of(source: str) -> list[str]:
     return [line.removesuffix(MARK).rstrip() for line in lines]
 
 
-def written(source: str, method: str, steps: int) -> str:
-    """The file with another method and number of steps."""
+def written(source: str, method: str, **constants: Any) -> str:
+    """The file with another method, and other constants in the line that begins with STEPS."""
     assert source.count(WRITTEN) == 1, "the file trains with owner_adamw"
     if method == "plain":
         lines = source.splitlines(keepends=True)
         source = "".join(line for line in lines if not line.rstrip().endswith(MARK))
-    source = source.replace(WRITTEN, METHODS[method])
-    source, found = re.subn(r"^(STEPS, .* = )\d+,", rf"\g<1>{steps},", source, flags=re.M)
-    assert found == 1, "the file begins with its number of steps"
-    return source
+    source = source.replace(WRITTEN, f"lc.{method}(")
+    names, values = constants_of(source)
+    assert {*constants} <= {*names}, names
+    told = [str(constants.get(name, value)) for name, value in zip(names, values, strict=True)]
+    line = f"{', '.join(names)} = {', '.join(told)}"
+    return source.replace(f"{', '.join(names)} = {', '.join(values)}", line)
+
+
+def constants_of(source: str) -> tuple[list[str], list[str]]:
+    """The names and the values of the line that begins with STEPS."""
+    found = re.findall(r"^(STEPS, .*) = (.*)$", source, flags=re.M)
+    assert len(found) == 1, "one line has the file's numbers"
+    return found[0][0].split(", "), found[0][1].split(", ")
 
 
 # --- Environments and runs
 
 
-def environment(trainer: Trainer) -> Path:
-    """The Python of a trainer's environment, which sees the one that runs; made if not there."""
+def environment(trainer: Trainer, maker: str) -> Path:
+    """The Python of a trainer's environment; made by that of this name, if not there."""
     folder = ENVIRONMENTS / trainer.requirements
     wanted = ROOT / f"requirements/trainers/{trainer.requirements}.txt"
     ready, python = folder / "ready.txt", folder / "bin/python"
     if not ready.exists() or ready.read_text() != wanted.read_text():
-        subprocess.run(
-            [sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True
-        )
-        [packages] = folder.glob("lib/*/site-packages")
-        (packages / "seen.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "--python", python, "install", "-r", wanted], check=True)
+        subprocess.run([maker, "-m", "venv", "--clear", folder], check=True)
+        pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", "-r", wanted], check=True)
         ready.write_text(wanted.read_text())
     return python
 
 
-def version(python: Path, package: str) -> str:
-    code = f"import importlib.metadata as m; print(m.version({package!r}), m.version('jax'))"
-    return subprocess.check_output([python, "-c", code], text=True).strip()
+def versions(python: Path, package: str) -> list[str]:
+    """Of the package, of jax, and of Python."""
+    code = f"""
+import importlib.metadata as m, platform
+print(m.version({package!r}), m.version("jax"), platform.python_version())"""
+    return subprocess.check_output([python, "-c", code], text=True).split()
 
 
-def run(python: Path, source: str, folder: Path) -> Ran:
+def run(python: Path, trainer: Trainer, source: str, folder: Path, cache: Path | None) -> Ran:
     """Runs a file in a folder, and reads what it prints."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "trainer.py").write_text(source)
     own = {
         "JAX_NUM_CPU_DEVICES": str(DEVICES), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2",
+        "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "jax",
     }  # fmt: skip
+    if cache:
+        own |= {"JAX_COMPILATION_CACHE_DIR": str(cache)}
+        own |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
     command = [python, ROOT / "benchmarks/trainer_child.py", "trainer.py"]
     losses, times, last = dict[int, float](), list[float](), ""
     with (
@@ -147,7 +214,7 @@ def run(python: Path, source: str, folder: Path) -> Ran:
     ):  # fmt: skip
         assert process.stdout
         for line in process.stdout:
-            if found := re.fullmatch(r"(\d+) (\S+)\n", line):
+            if found := re.fullmatch(trainer.line, line):
                 losses[int(found[1])] = float(found[2])
                 times.append(time.perf_counter())
             last = line
@@ -158,78 +225,173 @@ def run(python: Path, source: str, folder: Path) -> Ran:
     return Ran(losses, statistics.median(steps) if steps else 0.0, json.loads(last))
 
 
-def measured(trainer: Trainer, python: Path, methods: list[str]) -> Iterator[dict[str, Any]]:
-    """A row for each method; plain runs in any case. The runs of `RESUMED` are broken and go on too."""
-    told, jax_version = version(python, trainer.package).split()
-    plain: Ran | None = None
-    for method in [x for x in trainer.methods if x in ("plain", *methods)]:
-        sources = [written(trainer.source(), method, n) for n in (STEPS, STEPS // 2)]
-        with tempfile.TemporaryDirectory() as at:
-            whole, broken = Path(at) / "whole", Path(at) / "broken"
-            whole.mkdir()
-            broken.mkdir()
-            found = run(python, sources[0], whole)
-            plain = plain or found
-            again = {}
-            if method in RESUMED:
-                run(python, sources[1], broken)
-                again = run(python, sources[0], broken).losses
-                assert sorted(again) == [*range(STEPS // 2, STEPS)], again
-        program = found.told["program"] or {"bytes": 0.0, "floats": []}
-        assert sorted(found.losses) == [*range(STEPS)], found.losses
-        yield {
-            "trainer": trainer.file, "package": trainer.package, "version": told, "with": jax_version,
-            "method": method, "lines": len(lines_of(trainer.source())),
-            "first": found.losses[0], "last": statistics.mean([*found.losses.values()][-5:]),
-            "apart": max(abs(x - found.losses[i]) for i, x in again.items()) if again else None,
-            **program, "seconds": found.seconds, "over_plain": found.seconds / plain.seconds,
-            "load": LOAD, "compile": found.told["compile"],
-            "compile_over_plain": found.told["compile"] - plain.told["compile"],
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Runs of one trainer, in folders that nobody needs afterwards.
+
+    Attributes:
+      trainer: which.
+      python: of its environment.
+      at: where the folders are.
+    """
+
+    trainer: Trainer
+    python: Path
+    at: Path
+
+    def about(self, method: str) -> dict[str, Any]:
+        told, jax_version, python = versions(self.python, self.trainer.package)
+        return {
+            "trainer": self.trainer.key, "package": self.trainer.package, "version": told,
+            "with": jax_version, "on": python, "method": method, "devices": DEVICES,
+            "lines": len(lines_of(self.trainer.source())),
         }  # fmt: skip
+
+    def base(self, method: str) -> float:
+        """The rate that a method begins with."""
+        names, values = constants_of(self.trainer.source())
+        return METHODS[method] * float(
+            dict(self.trainer.constants).get("RATE", values[names.index("RATE")])
+        )
+
+    def ran(
+        self, method: str, seed: int, rate: float, steps: int, name: str, cached: bool = True
+    ) -> Ran:
+        """A run in the folder of this name; one that goes on in a folder again has the later steps."""
+        constants = dict(self.trainer.constants, STEPS=steps, SEED=seed, RATE=rate)
+        source = written(self.trainer.source(), method, **constants)
+        cache = self.at / "cache" if cached else None
+        return run(self.python, self.trainer, source, self.at / method / name, cache)
+
+    def losses(self, method: str) -> dict[str, Any]:
+        """The row of a method's losses."""
+        rates = [self.base(method) * x for x in FACTORS]
+        tried = {
+            rate: self.ran(method, SEEDS[0], rate, STEPS, f"rate-{rate:.2g}") for rate in rates
+        }
+        for one in tried.values():
+            assert sorted(one.losses) == [*range(STEPS)], one.losses
+        best = min(tried, key=lambda rate: (math.isnan(tried[rate].last()), tried[rate].last()))
+        more = [self.ran(method, seed, best, STEPS, f"seed-{seed}").last() for seed in SEEDS[1:]]
+        losses = [tried[best].last(), *more]
+        return {
+            "kind": "losses", **self.about(method), "steps": STEPS,
+            "tried": {f"{rate:.3g}": one.last() for rate, one in tried.items()}, "rate": best,
+            "first": tried[best].losses[0], "losses": losses, "mean": statistics.mean(losses),
+            "error": statistics.stdev(losses) / math.sqrt(len(losses)),
+            **(tried[rates[0]].told["program"] or {"bytes": 0.0, "floats": []}),
+            "apart": self.apart(tried[rates[0]]) if method == RESUMED else None,
+        }  # fmt: skip
+
+    def apart(self, whole: Ran) -> float:
+        """The largest difference of a loss, where a run stops half-way and goes on."""
+        rate, half = self.base(RESUMED), STEPS // 2
+        self.ran(RESUMED, SEEDS[0], rate, half, "broken")
+        again = self.ran(RESUMED, SEEDS[0], rate, STEPS, "broken").losses
+        assert sorted(again) == [*range(half, STEPS)], again
+        return max(abs(x - whole.losses[i]) for i, x in again.items())
+
+    def times(self, method: str) -> dict[str, Any]:
+        """The row of a method's times."""
+        found = self.ran(method, SEEDS[0], self.base(method), STEPS, "timed", cached=False)
+        return {
+            "kind": "times", **self.about(method), "load": LOAD,
+            "seconds": found.seconds, "compile": found.told["compile"],
+        }  # fmt: skip
+
+
+def measured(
+    trainer: Trainer, python: Path, methods: list[str], kinds: list[str]
+) -> Iterator[dict[str, Any]]:
+    """A row of each kind for each method, of which plain is one in any case."""
+    with tempfile.TemporaryDirectory() as at:
+        runs = Runs(trainer, python, Path(at))
+        for method in [x for x in trainer.methods if x in ("plain", *methods)]:
+            for kind in kinds:
+                yield runs.losses(method) if kind == "losses" else runs.times(method)
 
 
 # --- The page
 
 
-def newest(rows: report.Rows) -> report.Rows:
-    """The newest row of each trainer and method, in their order."""
-    last = {(row["trainer"], row["method"]): row for row in rows}
-    return [last[x.file, m] for x in TRAINERS for m in x.methods if (x.file, m) in last]
+Newest = dict[tuple[str, str, str], dict[str, Any]]
 
 
-def table(rows: report.Rows) -> str:
-    head = [
-        "trainer", "with", "lines", "optimizer", "loss", "bytes", "step over plain", "compiling over plain",
-        "goes on with equal losses", "date",
-    ]  # fmt: skip
-    names = {x.file: x.name for x in TRAINERS}
+def newest(rows: report.Rows) -> Newest:
+    """The newest row of each trainer, method and kind."""
+    return {(row["trainer"], row["method"], row["kind"]): row for row in rows if "kind" in row}
+
+
+def learnt(found: Newest) -> str:
+    """The table of losses."""
+    head = ["trainer", "with", "lines", "AdamW, plain", *OURS, "goes on", "date"]
     lines = []
-    for row in newest(rows):
-        plain = row["method"] == "plain"
+    for x in TRAINERS:
+        rows = {m: found.get((x.key, m, "losses")) for m in METHODS}
+        plain, resumed = rows["plain"], rows[RESUMED]
+        if not plain or not resumed:
+            lines.append([x.name, "not run", *[""] * (len(head) - 2)])
+            continue
+        told = f"{x.package} {plain['version']}, jax {plain['with']}, Python {plain['on']}"
         lines.append([
-            f"{names[row['trainer']]} ({row['package']} {row['version']})", f"jax {row['with']}",
-            "" if plain else str(row["lines"]), row["method"].replace("plain", "AdamW, one device"),
-            f"{row['last']:.3f}", "" if plain else f"{row['bytes']:,.0f}", *times(row),
-            equality(row), row["date"],
+            x.name, told, str(resumed["lines"]), loss(plain), *[loss(rows[m], plain) for m in OURS],
+            equality(resumed["apart"]), resumed["date"],
         ])  # fmt: skip
-    ran = {row["trainer"] for row in rows}
-    lines += [[x.name, "not run", *[""] * 8] for x in TRAINERS if x.file not in ran]
     return report.markdown(head, lines, columns="---")
 
 
-def times(row: dict[str, Any]) -> tuple[str, str]:
+def loss(row: dict[str, Any] | None, plain: dict[str, Any] | None = None) -> str:
+    """A mean and its standard error; a star if it is apart from plain's by more than two of them."""
+    if row is None:
+        return "not run"
+    apart = plain and row["mean"] - plain["mean"]
+    star = r"\*" if plain and abs(apart) > 2 * math.hypot(row["error"], plain["error"]) else ""
+    return f"{row['mean']:.3f} ± {row['error']:.3f}{star}"
+
+
+def equality(apart: float) -> str:
+    return "equal" if apart == 0 else f"to {apart:.0e}"
+
+
+def sent(found: Newest) -> str:
+    """The table of bytes and times."""
+    head = [
+        "trainer",
+        *[f"{m}, bytes" for m in OURS],
+        "floats among them",
+        "a step over plain's",
+        "compiling over plain's",
+    ]
+    lines = []
+    for x in TRAINERS:
+        rows = {m: found.get((x.key, m, "losses")) for m in OURS}
+        if not rows[RESUMED]:
+            continue
+        timed = {m: found.get((x.key, m, "times")) for m in METHODS}
+        lines.append([
+            x.name, *[f"{row['bytes']:,.0f}" if row else "not run" for row in rows.values()],
+            floats(rows[RESUMED]["floats"]), *times(timed),
+        ])  # fmt: skip
+    return report.markdown(head, lines, columns="---")
+
+
+def floats(names: list[str]) -> str:
+    """Arrays of floats between workers, the largest first, and how many numbers beside them."""
+    arrays = sorted({x for x in names if not x.endswith("[]")})
+    numbers = sum(x.endswith("[]") for x in names)
+    told = [f"{names.count(x)} of {x}" for x in arrays] + [f"{numbers} numbers"] * bool(numbers)
+    return ", ".join(told) or "none"
+
+
+def times(timed: dict[str, dict[str, Any] | None]) -> tuple[str, str]:
     """A step's time over plain's, and how much longer it compiles; not of a machine with other work."""
-    if row["method"] == "plain":
-        return "", ""
-    if row.get("load", math.inf) > IDLE:
+    plain, ours = timed["plain"], [timed[m] for m in OURS]
+    rows = [row for row in (plain, *ours) if row]
+    if not plain or len(rows) == 1 or any(row["load"] > IDLE for row in rows):
         return "not measured", "not measured"
-    return f"{row['over_plain']:.1f}", f"{row['compile_over_plain']:+.1f} s"
-
-
-def equality(row: dict[str, Any]) -> str:
-    if row["apart"] is None:
-        return "not tried"
-    return "yes" if row["apart"] == 0 else f"to {row['apart']:.0e}"
+    steps = [f"{row['seconds'] / plain['seconds']:.1f}" if row else "-" for row in ours]
+    compiling = [f"{row['compile'] - plain['compile']:+.1f} s" if row else "-" for row in ours]
+    return ", ".join(steps), ", ".join(compiling)
 
 
 def recipe(trainer: Trainer) -> str:
@@ -237,30 +399,36 @@ def recipe(trainer: Trainer) -> str:
 
 
 def documented(document: str, rows: report.Rows) -> str:
-    """The document with the table of these rows and the lines of each trainer."""
-    document = report.written(document, {"trainers": table(rows)})
+    """The document with the tables of these rows and the lines of each trainer."""
+    found = newest(rows)
+    document = report.written(document, {"trainers": learnt(found), "sent": sent(found)})
     for x in TRAINERS:
         mark = f"<!-- recipe: {x.file} -->\n```diff\n"
-        before, found, rest = document.partition(mark)
-        assert found, f"the page has no {mark}"
+        before, there, rest = document.partition(mark)
+        assert there, f"the page has no {mark}"
         document = before + mark + recipe(x) + "```" + rest.partition("```")[2]
     return document
 
 
 def main() -> None:
     parser = report.parser(__doc__, ROWS)
-    parser.add_argument("--only", nargs="+", metavar="FILE", choices=[x.file for x in TRAINERS])
+    parser.add_argument("--only", nargs="+", metavar="FILE", choices=[x.key for x in TRAINERS])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
+    parser.add_argument(
+        "--kinds", nargs="+", choices=["losses", "times"], default=["losses", "times"]
+    )
+    parser.add_argument("--python", default="python3.12", help="makes the environments")
     parser.add_argument("--page", action="store_true", help="only write the page, of the rows")
     args = parser.parse_args()
-    chosen = [x for x in TRAINERS if not args.only or x.file in args.only]
+    chosen = [x for x in TRAINERS if not args.only or x.key in args.only]
     for trainer in () if args.page else chosen:
-        for row in measured(trainer, environment(trainer), args.methods):
+        python = environment(trainer, args.python)
+        for row in measured(trainer, python, args.methods, args.kinds):
             report.append(args.save, [row | report.provenance()])
             print(json.dumps(row), flush=True)
     rows = report.read(args.save)
     DOCUMENT.write_text(documented(DOCUMENT.read_text(), rows))
-    print(table(rows))
+    print(learnt(newest(rows)))
 
 
 if __name__ == "__main__":

@@ -11,35 +11,45 @@ import pytest
 import trainers
 from conftest import normal, workers_on
 
-import lioncub_jax as lc
 from lioncub_jax.training.keras import OptaxOptimizer
 
 ROWS = normal(64, 6), normal(64, 2, seed=1)
 
 
-@pytest.mark.parametrize("trainer", trainers.TRAINERS, ids=lambda x: x.file)
+@pytest.mark.parametrize("trainer", trainers.TRAINERS, ids=lambda x: x.key)
 def test_a_trainer_needs_ten_lines_at_most_and_none_without_the_library(trainer):
     source = trainer.source()
     lines = trainers.lines_of(source)
     assert 0 < len(lines) <= 10 and any("lc." in line for line in lines)
-    plain = ast.parse(trainers.written(source, "plain", 3))
+    plain = ast.parse(trainers.written(source, "plain", STEPS=3))
     names = {x.id for x in ast.walk(plain) if isinstance(x, ast.Name)}
-    assert not names & {"lc", "workers", "OptaxOptimizer"}
-    other = trainers.written(source, "lion_cub", 3)
-    assert "lc.lion_cub(" in other and "owner_adamw(" not in other and "\nSTEPS, " in other
-    mark = {"flax_nnx": "recipe: flax_nnx"}[trainer.file]
-    assert pages.block("how_to/large_trainers.md", mark) == trainers.recipe(trainer)
+    assert not names & {"lc", "workers", "OptaxOptimizer", "Mapped"}
+    other = trainers.written(
+        source, "lion_cub", **dict(trainer.constants) | {"STEPS": 3, "RATE": 7.0}
+    )
+    assert "lc.lion_cub(" in other and "owner_adamw(" not in other
+    assert "\nSTEPS, RATE, " in other and " = 3, 7.0, 0, " in other
+    assert f"<!-- recipe: {trainer.file} -->\n```diff\n{trainers.recipe(trainer)}```" in (
+        trainers.DOCUMENT.read_text()
+    )
     assert (pages.ROOT / f"requirements/trainers/{trainer.requirements}.txt").exists()
+
+
+def test_a_loss_that_is_apart_by_two_standard_errors_has_a_star():
+    plain = {"mean": 1.0, "error": 0.03}
+    assert trainers.loss({"mean": 1.09, "error": 0.04}, plain) == "1.090 ± 0.040"
+    assert trainers.loss({"mean": 1.11, "error": 0.04}, plain) == r"1.110 ± 0.040\*"
+    assert trainers.loss({"mean": 0.89, "error": 0.04}, plain) == r"0.890 ± 0.040\*"
 
 
 # --- Keras
 
 
 def shown():
-    """The model and the optimizer that the page shows, on four workers."""
-    names = {"keras": keras, "lc": lc, "OptaxOptimizer": OptaxOptimizer}
-    names["workers"] = workers_on("data=4")
-    exec(pages.block("how_to/large_trainers.md", "run: keras"), names)
+    """The model and the optimizer of examples/large/keras_fit.py, on four workers."""
+    names = {"keras": keras, "workers": workers_on("data=4"), "RATE": 1e-2}
+    lines = trainers.lines_of((trainers.FILES / "keras_fit.py").read_text())
+    exec("\n".join(x for x in lines if not x.startswith("workers =")), names)
     return names["optimizer"], names["Model"]
 
 
@@ -83,4 +93,4 @@ def test_fit_over_workers_keeps_each_ones_state_obeys_callbacks_and_goes_on(tmp_
     jax.tree.map(np.testing.assert_array_equal, values(model), values(again))
     model.save(tmp_path / "a.keras")
     with pytest.raises(ValueError, match="does not hold its transform of optax"):
-        keras.models.load_model(tmp_path / "a.keras", {"Model": type(model)})
+        keras.models.load_model(tmp_path / "a.keras", {"Mapped": type(model)})

@@ -21,12 +21,12 @@ tx = optax.adamw(RATE)
 tx = lc.owner_adamw(RATE, workers=workers)  # lioncub
 
 
-def batch(step, rows=64):
+def batch(step, rows=256):
     """Images of ten classes, 8 by 8 pixels, and their labels."""
     draw = np.random.default_rng([SEED, step])
     centers = np.random.default_rng(0).normal(size=(10, 64))
     labels = draw.integers(0, 10, rows)
-    return (centers[labels] + draw.normal(size=(rows, 64))).astype(np.float32), labels
+    return (centers[labels] + 2.0 * draw.normal(size=(rows, 64))).astype(np.float32), labels
 
 
 class Model(nnx.Module):
