@@ -190,6 +190,7 @@ class Workers:
         out_specs: Specs,
         *,
         typed: bool,
+        joined: bool = True,
     ) -> Callable[..., Any]:
         """Maps ``fn`` over the workers' axes; inside, arrays are a worker's own, whole in the inner axes.
 
@@ -201,6 +202,7 @@ class Workers:
             axes, or over those only that are explicit on the mesh. Where types tell, a model with a
             ``scan``, ``cond`` or Pallas kernel must cast by hand whatever it starts from: a transform is
             typed, and a loss is not.
+          joined: whether many arrays may enter as a few; of no use where nothing is compiled.
 
         Returns:
           A function of global arrays, to be called under ``jax.jit``.
@@ -221,10 +223,8 @@ class Workers:
             check_vma=typed,
         )
         # XLA for TPU would keep joined arrays, in bfloat16.
-        if self.inner or mesh_axes.platform(self.mesh) == "tpu":
-            mapped = over(fn, in_specs=of_args)
-        else:
-            mapped = joined_at_border(over, fn, of_args)
+        joined = joined and not self.inner and mesh_axes.platform(self.mesh) != "tpu"
+        mapped = joined_at_border(over, fn, of_args) if joined else over(fn, in_specs=of_args)
         if self.inner or not typed:
             # JAX 0.10.2 cannot run a partly manual one eagerly.
             mapped = jax.jit(mapped)

@@ -329,7 +329,8 @@ def keys_among(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[int]:
 
 def without_axes(closed: ClosedJaxpr, taken: Sequence[str]) -> ClosedJaxpr:
     """The same program, but that sharding constraints do not name the workers' axes, which are manual."""
-    return ClosedJaxpr(_without(closed.jaxpr, frozenset(taken)), closed.consts)
+    jaxpr = _without(closed.jaxpr, frozenset(taken))
+    return closed if jaxpr is closed.jaxpr else ClosedJaxpr(jaxpr, closed.consts)
 
 
 def _without(jaxpr: Jaxpr, taken: frozenset[str]) -> Jaxpr:

@@ -267,40 +267,52 @@ class Program:
         self.mapper = with_free_axis(self.workers) if self.workers.group else self.workers
         self.specs = [x.spec for x in self.arguments.leaves]
         shapes = [x.shape for x in self.arguments.leaves]
-        closed, self.results = self._traced(shapes)
-        if len(closed.jaxpr.invars) != len(shapes):
+        self.closed, self.results, self.one = self._traced(shapes)
+        if len(self.closed.jaxpr.invars) != len(shapes):
             raise ValueError(
                 "the step closes over an array of the jax.jit around it, such as a batch, and all workers "
                 "would have the whole of it: give it as an argument"
             )
-        self.closed = differ.without_axes(closed, self.workers.axes)
         check_closure(self.closed, self.workers)
         self.keys = typed_keys(self.arguments.leaves)
         self.keys |= differ.keys_among(self.closed.jaxpr, raw_keys(self.arguments.leaves))
         self._read(shapes)
 
-    def _traced(self, shapes: Sequence[Any]) -> tuple[Any, Results]:
-        """The step's jaxpr on one worker, and its results."""
+    def _traced(self, shapes: Sequence[Any]) -> tuple[Any, Results, Callable[..., Any]]:
+        """The step on one worker: its jaxpr, its results, and a function that is this jaxpr.
+
+        JAX knows the trace of a jitted function again, so that the step is not traced a second time.
+        """
         found: dict[str, Any] = {}
         leaves = self.arguments.leaves
 
-        def body(arrays: list[jax.Array]) -> list[jax.Array]:
+        def known(arrays: list[jax.Array]) -> list[jax.Array]:
+            return jax.core.eval_jaxpr(found["jaxpr"].jaxpr, found["jaxpr"].consts, *arrays)
+
+        def step(arrays: list[jax.Array]) -> list[jax.Array]:
+            if found:  # JAX has dropped its trace, and another one would not be that which was read
+                return known(arrays)
             nodes, out = self.arguments.called(in_worker(self.mapped.step), arrays)
             found["results"] = Results(self.arguments, nodes, out)
             return found["results"].arrays
 
+        step.__name__ = self.mapped.__name__
+        jitted = jax.jit(step)
+
         def probe(arrays: list[jax.Array]) -> jax.Array:
             here = [leaf.here(x) for leaf, x in zip(leaves, arrays, strict=True)]
-            found["jaxpr"] = jax.jit(body).trace(here).jaxpr
+            found["traced"] = jitted.trace(here).jaxpr
             return jnp.zeros(())  # by a result with a spec JAX knows an Explicit mesh
 
         token = checks.proven.set(True)
         try:
-            run = self.mapper.map(probe, (self.specs,), P(), typed=False)
+            run = self.mapper.map(probe, (self.specs,), P(), typed=False, joined=False)
             jax.eval_shape(run, list(shapes))
         finally:
             checks.proven.reset(token)
-        return found["jaxpr"], found["results"]
+        found["jaxpr"] = differ.without_axes(found["traced"], self.workers.axes)
+        one = jitted if found["jaxpr"] is found["traced"] else known
+        return found["jaxpr"], found["results"], one
 
     def _read(self, shapes: Sequence[Any]) -> None:
         """Proves which results differ between workers, and decides what becomes of them."""
@@ -333,7 +345,7 @@ class Program:
             if leaf.role is Role.ROWS:
                 shape[leaf.dim] *= 2
             doubled.append(leaf.shape.update(shape=tuple(shape)))
-        _, more = self._traced(doubled)
+        _, more, _ = self._traced(doubled)
         pairs = zip(self.results.arrays, more.arrays, strict=True)
         return [x.ndim > 0 and y.shape[0] == 2 * x.shape[0] for x, y in pairs]
 
@@ -403,7 +415,7 @@ class Program:
             whole = [leaf.here(x) for leaf, x in zip(leaves, arrays, strict=True)]
             here = [self._folded(x) if i in self.keys else x for i, x in enumerate(whole)]
             with jax.named_scope(wires.DECIDED):  # by none alone: `differ` has proven it
-                results = jax.core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *here)
+                results = self.one(here)
             for i, chain in self.chains.items():
                 results[i] = chain(whole)
             return self.outside.joined(results, whole)
