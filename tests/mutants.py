@@ -418,7 +418,7 @@ MUTANTS = r"""
 - tree.unflatten(each), jax.random.fold_in(rng, index))
 + tree.unflatten(each), rng)
 
-# training/step.py: local_steps simulate training
+# training/train_step.py: local_steps simulate training
 = all workers draw the same random numbers
 - rng = jax.random.fold_in(rng, axes.worker_index(workers.axes))
 + pass

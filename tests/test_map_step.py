@@ -396,6 +396,25 @@ def test_numbers_are_averaged_or_added_and_rows_are_joined():
     assert found["rows"].sharding.spec == found["each"].sharding.spec == P("data")
 
 
+def test_gradients_that_look_like_parameters_are_what_is_said_of_them():
+    """Of a state that holds momentum of the same shapes, too."""
+
+    def step(params, momentum, batch):
+        grads = jax.grad(loss_fn)(params, batch)
+        return {"all": grads, "seen": jax.tree.map(jnp.abs, grads)}
+
+    args = fresh(), fresh(), BATCH
+    with pytest.raises(
+        ValueError, match=in_order("params['b'], float32[5], differs ... looks like it ... out={")
+    ):
+        mapped(step)(*args)
+    found = mapped(step, out={"all": "mean", "seen": "each"})(*args)
+    assert_same(found["all"], jax.grad(loss_fn)(fresh(), BATCH), atol=1e-6)
+    assert found["seen"]["w"].shape == (4, 6, 5)
+    only = mapped(lambda params, batch: jax.grad(loss_fn)(params, batch), out={"result": "mean"})
+    assert_same(only(fresh(), BATCH), found["all"])
+
+
 SIZED = "is an array of shape (4,) that differs ... its first dimension does not grow with the rows"
 OUT = [
     (

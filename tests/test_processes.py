@@ -54,7 +54,7 @@ def checkpoints_in(folder, count, **options):
 
 def workers_of(count, inner=1, names=("data", "fsdp"), group=None):
     sizes = f"{names[0]}={count // inner} {names[1]}={inner}"
-    return workers_on(sizes, group, axis="data" if "data" in names else names[0])
+    return workers_on(sizes, group, axis=next(n for n in names if n in ("data", "node")))
 
 
 # --- Training
@@ -68,6 +68,9 @@ CASES = {  # the axes, how parameters and batches are cut, and the quarters of a
                {"w": P(None, "tp"), "v": P("tp"), "b": P()}, None, [[0, 1], [2, 3]]),
     "across": (lc.lion_cub, ("fsdp", "data"), None, P(("data", "fsdp")),
                [[0, 2], [1, 3]]),
+    "spread": (functools.partial(lc.lion_cub, **VOTE), ("device", "node"), None, None,
+               [[0, 2], [1, 3]]),
+    "same rows": (lc.owner_adamw, ("fsdp", "data"), None, None, [[0, 1, 2, 3]] * 2),
 }  # fmt: skip
 
 
@@ -84,23 +87,42 @@ def first_params():
 
 
 def trained(name):
-    """Parameters and counters, which every process can read, and the loss."""
+    """Parameters and counters, which every process can read, and losses, of both kinds of steps."""
     make, axes, specs, batch_spec, taken = CASES[name]
     workers = workers_of(4, 2, axes, "device" if "device" in axes else None)
     tx = make(0.05, workers=workers)
     state = lc.init_state(tx, first_params(), workers, specs=specs, rng=jax.random.key(3))
     step = lc.make_train_step(loss_fn, tx, workers, batch_spec=batch_spec)
+
+    def own_step(state, batch):
+        params, opt_state, key = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch, key)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, key), loss
+
+    params = jax.tree.map(jnp.copy, state.params)
+    own, mapped = (params, tx.init(params), jax.random.key(4)), lc.map_step(own_step, workers)
     rows = np.arange(workers.count * ROWS)
+    quarters = rows.reshape(4, -1)
+    # Of map_step a worker whose devices are in two processes has all of its rows in both.
+    of_own = [[0, 1, 2, 3]] * 2 if name == "across" else taken
     if jax.process_count() == 2:  # each has its own
-        rows = rows.reshape(4, -1)[taken[jax.process_index()]].reshape(-1)
+        rows, of_own = (quarters[x[jax.process_index()]].reshape(-1) for x in (taken, of_own))
+    else:
+        of_own = rows
+
+    def batch_of(i, rows):
+        x = normal(workers.count * ROWS, FEATURES, seed=i + 1)[rows]
+        keys = jax.random.split(jax.random.key(i), 24)[rows]
+        return {"x": x, "y": jnp.sin(x.sum(1, keepdims=True)), "key": keys}
+
     for i in range(STEPS):
-        x = normal(workers.count * ROWS, FEATURES, seed=i + 1)
-        x, keys = x[rows], jax.random.split(jax.random.key(i), 24)[rows]
-        batch = {"x": x, "y": jnp.sin(x.sum(1, keepdims=True)), "key": keys}
-        state, metrics = step(state, batch)
+        state, metrics = step(state, batch_of(i, rows))
+        own, loss = mapped(own, batch_of(i, of_own))
     assert step.traces == 1
-    found = paths_of((state.params, lc.metrics(state)))
-    return {path: np.asarray(x) for path, x in found.items()}, float(metrics["loss"])
+    found = paths_of((state.params, lc.metrics(state), own[0], lc.metrics(own[1])))
+    found = {path: np.asarray(x) for path, x in found.items()}
+    return found, [float(metrics["loss"]), float(loss)]
 
 
 # --- The rows of each process
@@ -127,7 +149,7 @@ def rows_fit(folder):
     other = "6.0} rows" if me else "8.0} rows for each part of the batch, and process 1 {"
     for axes, count, words in [
         (within, 8 - 2 * me, other),
-        (within, 7, f"): drop or pad the last rows. These are the rows of process {me} of 2"),
+        (within, 7, f"These are the rows of process {me} of 2, whose devices take"),
         (("fsdp", "data"), 8, "0 and 1 take the same rows of the batch, and gave different ones"),
     ]:
         state, step = started(axes, accumulate=2)
@@ -136,7 +158,7 @@ def rows_fit(folder):
                 step(state, {"x": rows[:count]})
     for whole, words in [
         (np.ones(4), "batch['x'] has 16 rows and batch['c'] 8"),
-        (np.float32(me), "different arrays that go whole to each worker, of batch['c']"),
+        (np.float32(me), "map_step: batch['c'] differs between processes 0 and 1"),
     ]:
         state, step = started(within)
         with pytest.raises(ValueError, match=re.escape(words)):
@@ -376,8 +398,8 @@ def differ(folder):
     params, last = first_params(), jax.process_index() == 1
     more = {"extra": np.zeros(3, np.float32)} if last else {}
     for other, named in [
-        ({**params, "v": params["v"] + np.float32(last)}, "['params']['v']"),
-        ({**params, **more}, "['params']['extra']"),
+        ({**params, "v": params["v"] + np.float32(last)}, "params['v']"),
+        ({**params, **more}, "params['extra']"),
     ]:
         told = f"init_state: {named} differs between processes 0 and 1 ("
         with pytest.raises(ValueError, match=re.escape(told)):

@@ -378,7 +378,7 @@ REFUSED = [
     (lambda: train("pod=2 data=2", P(("data", "pod"))), "('pod', 'data'), in this order"),
     (
         lambda: train("data=4 fsdp=2", P(("data", "fsdp"))),
-        "(12, 1) ... multiple of 8 ... 4 workers ... 2 parts of each worker's",
+        "(12, 1): 4 workers do not divide ... multiple of 8 ... 2 parts of each worker's",
     ),
     (
         lambda: prepare("node=2", voters=on("node=2 gpu=2")),

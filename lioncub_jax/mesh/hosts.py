@@ -5,6 +5,7 @@ words that they consist of.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -16,20 +17,21 @@ import warnings
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from lioncub_jax.mesh.placement import Workers, device_ids
-from lioncub_jax.mesh.specs import axes_of, product
+from lioncub_jax.mesh.axes import Axes
+from lioncub_jax.mesh.placement import device_ids
+from lioncub_jax.mesh.specs import product
 from lioncub_jax.mesh.start import after
 from lioncub_jax.version import __version__
 
@@ -38,7 +40,7 @@ MOST_BYTES = 2**26  # bytes that a process may say at once: room is made for as 
 WAITS_SECONDS = 20.0  # until it is said; less than JAX waits for heartbeats
 LINGER_SECONDS = 3.0
 _COLLECTIVE = re.compile(r"stablehlo\.(all_\w+|collective_\w+|reduce_scatter)\b(?:.* : (\(.*))?")
-_ONE = "a global jax.Array, such as jax.make_array_from_callback makes"
+ONE = "a global jax.Array, such as jax.make_array_from_callback makes"
 
 
 class Waits:
@@ -226,25 +228,25 @@ def put(x: Any, sharding: NamedSharding, whole: tuple[int, ...] | None = None) -
     return jax.make_array_from_process_local_data(sharding, host, shape)
 
 
-def check_same(call: str, tree: Any, sharding: NamedSharding) -> None:
+def check_same(call: str, tree: dict[str, Any], sharding: NamedSharding) -> None:
     """Raises ``ValueError`` for arrays of single processes that differ between them, by a checksum of each.
 
     And for meshes with their devices in another order: they would wait for each other for ever.
     """
     if sharding.is_fully_addressable:
         return
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
     own = {"mesh": str(device_ids(sharding.mesh))}
-    for path, x in leaves:
+    for name, x in _by_name(tree).items():
         if is_process_local(x, sharding):
-            own[jax.tree_util.keystr(path)] = f"{jnp.result_type(x)}, checksum {crc(x)}"
+            own[name] = f"{jnp.result_type(x)}, checksum {crc(x)}"
     each = gathered_json(own)
     for other, sums in enumerate(each):
-        for path, _ in sorted(each[0].items() ^ sums.items()):
-            both = "; ".join(str(words.get(path))[:200] for words in (each[0], sums))
+        for name, _ in sorted(each[0].items() ^ sums.items()):
+            both = "; ".join(str(words.get(name))[:200] for words in (each[0], sums))
             raise ValueError(
-                f"{call}: {path} differs between processes 0 and {other} ({both}): all workers start from "
-                "the same; give each process the same mesh and seed, or read the same checkpoint"
+                f"{call}: {name} differs between processes 0 and {other} ({both}): all workers start from "
+                "the same; give each process the same mesh and seed, or read the same checkpoint. Of a "
+                "batch only rows may differ"
             )
 
 
@@ -372,140 +374,54 @@ def who_differs(values: list[int]) -> tuple[int, int, str]:
     return values.index(common), odd[0], f"process{'es' * (',' in names)} {names}{others}"
 
 
-class GivenRows(NamedTuple):
-    """Arrays of a batch that only one process has, as it tells the others.
+@functools.cache
+def parts_taken(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, frozenset[int]]:
+    """The parts into which axes of a mesh cut rows, by the process whose devices take them."""
+    taken: dict[int, set[int]] = {}
+    slices: Any = NamedSharding(mesh, P(axes)).devices_indices_map((product(mesh.shape, axes),))
+    for device, (part,) in slices.items():
+        taken.setdefault(device.process_index, set()).add(part.start or 0)
+    return {process: frozenset(parts) for process, parts in taken.items()}
 
-    Attributes:
-      rows: for each array that is cut over the workers the rows that it has for each part of the batch.
-      sums: the CRC of each of these arrays.
-      whole: the CRC of each array that goes whole to each worker.
+
+def check_rows(rows: dict[str, float], arrays: dict[str, Any], mesh: Mesh, axes: Axes) -> None:
+    """Compares the rows that each process has alone, such as those of NumPy: all raise, or none.
+
+    Args:
+      rows: for each such array the rows that this process gives for each part of the batch.
+      arrays: the arrays.
+      mesh: that of the workers.
+      axes: those that cut the rows into parts.
+
+    Raises:
+      ValueError: for other numbers of rows; for processes whose devices take the same parts, and which gave
+        different rows.
+
+    Warns:
+      UserWarning: for processes whose devices take different parts, and which gave the same rows.
     """
-
-    rows: dict[str, float]
-    sums: list[int]
-    whole: dict[str, int]
-
-
-class Batches:
-    """Placement of the batches of a step, and checks of their rows.
-
-    A mesh cuts a batch into parts. Of an array that only one process has, such as one of NumPy, the rows
-    are those of the parts that its devices take, in the order of the parts.
-    """
-
-    def __init__(self, workers: Workers, spec: P, local_steps: int, accumulate: int):
-        mesh = workers.mesh
-        self._whole = NamedSharding(mesh, P())
-        self._sharding = NamedSharding(mesh, spec)
-        self._parts = product(mesh.shape, axes_of(spec[0]))
-        self._steps = local_steps * accumulate
-        self._why = (
-            f"{workers.count} workers, {self._parts // workers.count} parts of each worker's by {spec}, "
-            f"{local_steps} local steps, {accumulate} gradient accumulation steps"
-        )
-        self._taken: dict[int, set[int]] = {}  # by process: parts
-        slices: Any = NamedSharding(mesh, P(*spec[:1])).devices_indices_map((self._parts,))
-        for device, (part,) in slices.items():
-            self._taken.setdefault(device.process_index, set()).add(part.start or 0)
-        # Whether all processes take part, of several: then they compare what they do.
-        self.shared = len(self._taken) == jax.process_count() > 1
-        self._rows: dict[str, float] | None = None  # for a part, when processes compared theirs
-
-    def check(self, leaves: Sequence[tuple[str, Any, bool]]) -> None:
-        """Has the processes compare what each gives, once, so that all raise where it does not fit.
-
-        Args:
-          leaves: the name and the array of each, and True where it is cut over the workers, or False where
-            it goes whole to each.
-        """
-        leaves = [leaf for leaf in leaves if is_process_local(leaf[1], self._sharding)]
-        own = {name: x for name, x, is_split in leaves if is_split}
-        me = jax.process_index()
-        rows = {name: _rows(x) / len(self._taken[me]) for name, x in own.items()}
-        if rows == self._rows or (not own and self._rows):
-            return
-        if self._rows:
+    me, taken = jax.process_index(), parts_taken(mesh, axes)
+    each = gathered_json([rows, [crc(x) for x in arrays.values()]])
+    with_parts: dict[frozenset[int], int] = {}  # the first process with these parts
+    with_sums: dict[tuple[int, ...], int] = {}  # the first process with these rows
+    for process, parts in taken.items():
+        theirs, sums = each[process]
+        if theirs != rows:
             raise ValueError(
-                f"process {me} gives {rows} rows for each part of the batch, and gave {self._rows} when "
-                "processes compared theirs: give as many in each step, or make another step for others"
+                f"process {me} gives {rows} rows for each part of the batch, and process {process} "
+                f"{theirs}: give as many for each; drop or pad what is left over"
             )
-        whole = {name: crc(x) for name, x, is_split in leaves if not is_split}
-        sums = [crc(x) for x in own.values()]
-        each = [GivenRows(*x) for x in gathered_json(GivenRows(rows, sums, whole))]
-        self._check_equal(GivenRows(rows, sums, whole), each)
-        if own:
-            self._check_parts(each)
-        for name, x in own.items():
-            self.rows_of_all(name, x)
-        self._rows = rows
-
-    def _check_equal(self, mine: GivenRows, each: Sequence[GivenRows]) -> None:
-        """Raises ``ValueError`` for other numbers of rows than mine, or other arrays that go whole."""
-        me = jax.process_index()
-        for process in self._taken:
-            if each[process].rows != mine.rows:
-                raise ValueError(
-                    f"process {me} gives {mine.rows} rows for each part of the batch, and process "
-                    f"{process} {each[process].rows}: give as many for each; drop or pad what is left over"
-                )
-            if each[process].whole != mine.whole:
-                raise ValueError(
-                    f"processes {me} and {process} gave different arrays that go whole to each worker, of "
-                    f"{', '.join(mine.whole) or 'none'}: give the same in all processes"
-                )
-
-    def _check_parts(self, each: Sequence[GivenRows]) -> None:
-        """Compares rows: those of the same parts must be the same, and those of others are not.
-
-        Raises:
-          ValueError: for processes whose devices take the same parts, and which gave different rows.
-
-        Warns:
-          UserWarning: for processes whose devices take different parts, and which gave the same rows.
-        """
-        with_parts: dict[frozenset[int], int] = {}  # the first process with these parts
-        with_sums: dict[tuple[int, ...], int] = {}  # the first process with these rows
-        for process, taken in self._taken.items():
-            sums = each[process].sums
-            other = with_parts.setdefault(frozenset(taken), process)
-            if each[other].sums != sums:
-                raise ValueError(
-                    f"processes {other} and {process} take the same rows of the batch, and gave different "
-                    f"ones: give both the same, or cut the batch over the axes that lie between them, "
-                    f"which batch_spec={self._sharding.spec} does not name"
-                )
-            other = with_sums.setdefault(tuple(sums), process)
-            if self._taken[other] != taken:
-                warnings.warn(
-                    f"processes {other} and {process} gave the same rows, so the batch has them twice: "
-                    f"each gives those of its own devices. Give what all have alike as {_ONE}",
-                    stacklevel=4,
-                )
-
-    def place(self, x: Any, rows: int | None) -> Any:
-        """An array, or the shape of a global one, on the mesh: by its rows in all, or None to lie whole."""
-        sharding = self._whole if rows is None else self._sharding
-        return (
-            x.update(sharding=sharding)
-            if isinstance(x, jax.ShapeDtypeStruct)
-            else put(x, sharding, None if rows is None else (rows, *jnp.shape(x)[1:]))
-        )
-
-    def rows_of_all(self, name: str, x: Any) -> int:
-        """The number of rows of an array, those of other processes too."""
-        me, own = jax.process_index(), is_process_local(x, self._sharding)
-        taken, rows = len(self._taken[me]) if own else self._parts, _rows(x)
-        if rows == 0 or rows % (taken * self._steps):
-            here = (
-                f". These are the rows of process {me} of {jax.process_count()}, whose devices take "
-                f"{taken} of {self._parts} parts. Give what all have alike as {_ONE}"
-            )
+        other = with_parts.setdefault(parts, process)
+        if each[other][1] != sums:
             raise ValueError(
-                f"{name} has shape {jnp.shape(x)}: its first dimension must be a positive multiple of "
-                f"{taken * self._steps} ({self._why}): drop or pad the last rows{here if own else ''}"
+                f"processes {other} and {process} take the same rows of the batch, and gave different "
+                f"ones: give both the same, or cut the batch over the axes that lie between them, by "
+                f"batch_spec of make_train_step, which now names {axes}"
             )
-        return rows // taken * self._parts
-
-
-def _rows(x: Any) -> int:
-    return jnp.shape(x)[0] if jnp.ndim(x) else 0
+        other = with_sums.setdefault(tuple(sums), process)
+        if sums and taken[other] != parts:
+            warnings.warn(
+                f"processes {other} and {process} gave the same rows, so the batch has them twice: "
+                f"each gives those of its own devices. Give what all have alike as {ONE}",
+                stacklevel=6,
+            )

@@ -8,7 +8,7 @@ from lioncub_jax.training.modules import from_nnx
 from lioncub_jax.training.own import mean_over_workers, own, sum_over_workers
 from lioncub_jax.training.state import StepState, abstract_state, init_state
 from lioncub_jax.training.stats import Meter, mean_model_state, metrics
-from lioncub_jax.training.step import TrainStep, make_train_step
+from lioncub_jax.training.train_step import TrainStep, make_train_step
 
 __all__ = [
     "MappedStep",

@@ -12,15 +12,33 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange.mapped import OWN, find_holders
+from lioncub_jax.exchange.mapped import OWN, Holder, find_holders
 from lioncub_jax.mesh import hosts
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.specs import StateSpecs, axes_of, shortened, spec_of
+from lioncub_jax.mesh.specs import StateSpecs, axes_of, product, shortened, spec_of
 from lioncub_jax.training import graphs
 
 # The names or places of arguments, or of each the dimension in which its rows are.
 Which = str | int | Sequence[str | int] | Mapping[str | int, int] | None
+
+
+class Rows(NamedTuple):
+    """The rows of a batch.
+
+    Attributes:
+      which: the arguments that have them.
+      spec: how they lie; by default over the workers, and in other dimensions as they lie already.
+      pieces: into which a worker cuts its rows.
+    """
+
+    which: Which = None
+    spec: P | None = None
+    pieces: int = 1
+
+    def axes(self, workers: Workers) -> tuple[str, ...]:
+        """The axes that cut the rows of one process."""
+        return workers.axes if self.spec is None else axes_of(self.spec[0])
 
 
 class Role(enum.Enum):
@@ -72,13 +90,14 @@ class Held(NamedTuple):
     Attributes:
       own: its spec, if it is each worker's own.
       in_optimizer: True in the state of an optimizer.
-      boxed: True in a box `Own`, or in a variable of nnx that stands for one.
+      kept: True of what a worker keeps, where its own is not finite after a step: in a box `Own`, in a
+        variable of nnx that stands for one, and in front of an exchange.
       declared: True in a class that says by ``holders()`` who has its fields, as a ``StepState``.
     """
 
     own: P | None
     in_optimizer: bool = False
-    boxed: bool = False
+    kept: bool = False
     declared: bool = False
 
 
@@ -198,7 +217,7 @@ class Arguments:
       names: of the arguments.
     """
 
-    def __init__(self, call: Call, workers: Workers, rows: Which):
+    def __init__(self, call: Call, workers: Workers, rows: Rows):
         self.workers, self.hidden, self.names = workers, call.traced, call.names()
         self.graph, self._graphdef = call.graph, call.graphdef
         self._tree: Any = call.tree
@@ -206,7 +225,7 @@ class Arguments:
         whole = jax.tree.unflatten(call.tree, call.flat)
         self._inside: Any = jax.tree.structure(opened(whole))
         self._statics, self.leaves = dict[int, Any](), list[Leaf]()
-        dims, kinds = arguments_of(rows, self.names), graphs.variable_kinds(whole)
+        dims, kinds = arguments_of(rows.which, self.names), graphs.variable_kinds(whole)
         paths, held = jax.tree_util.tree_leaves_with_path(whole), _holders(whole, workers)
         for place, ((path, x), holder) in enumerate(zip(paths, held, strict=True)):
             if not is_array(x, numbers=not call.traced):
@@ -215,11 +234,12 @@ class Arguments:
             at = path[1].idx if path[0].idx == 0 else self.graph[path[1].key]
             name = f"{self.names[at]}{jax.tree_util.keystr(path[2:])}"
             variable = kinds.get(jax.tree_util.keystr(path), "")
-            role, spec, dim = _role(name, x, holder.own, dims.get(at), workers)
+            role, spec, dim = _role(name, x, holder.own, dims.get(at), workers, rows)
             kind = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
-            shape = jax.ShapeDtypeStruct(
-                _whole_shape(x, role, dim, workers), kind.dtype, weak_type=kind.weak_type
-            )
+            whole = list(jnp.shape(x))
+            if role is Role.ROWS:
+                whole[dim] = _rows_of_all(name, x, dim, axes_of(spec[dim]), workers, rows)
+            shape = jax.ShapeDtypeStruct(tuple(whole), kind.dtype, weak_type=kind.weak_type)
             holder = holder._replace(in_optimizer=holder.in_optimizer or variable == "OptState")
             self.leaves.append(Leaf(name, place, at, role, spec, shape, dim, variable, holder))
         self._check_rows()
@@ -251,6 +271,15 @@ class Arguments:
         """The arrays of a call with such arguments."""
         return [call.flat[x.place] for x in self.leaves] if self._statics else call.flat
 
+    def local_rows(self, call: Call) -> dict[str, float]:
+        """By name, of each array of rows that this process has alone, the rows for each part."""
+        found = {}
+        for x, leaf in zip(self.arrays(call), self.leaves, strict=True):
+            if leaf.role is Role.ROWS and is_of_this_process(x, self.workers):
+                parts = product(self.workers.mesh.shape, axes_of(leaf.spec[leaf.dim]))
+                found[leaf.name] = leaf.shape.shape[leaf.dim] / parts
+        return found
+
     def with_statics(self, arrays: Sequence[Any]) -> Any:
         """``(plain arguments, state of modules)`` with all that is no array, boxed as they were given."""
         return self._tree.unflatten(self._filled(arrays))
@@ -272,35 +301,52 @@ class Arguments:
 
 
 def _role(
-    name: str, x: Any, own: P | None, dim: int | None, workers: Workers
+    name: str, x: Any, own: P | None, dim: int | None, workers: Workers, rows: Rows
 ) -> tuple[Role, P, int]:
     """The role of an array, how it lies, and in which dimension its rows are."""
     if own is not None:
-        lead = axes_of(own[0])
-        count = int(np.prod([workers.mesh.shape[n] for n in lead]))
+        count = product(workers.mesh.shape, axes_of(own[0]))
         if jnp.shape(x)[:1] != (count,):
             raise ValueError(
                 f"{name} has shape {jnp.shape(x)}, and is each worker's own, [{count}, ...]: make the "
                 "state by init of the optimizer, with the same workers"
             )
         return Role.OWN, own, 0
-    spec = spec_of(x)
+    spec = spec_of(x) if dim is None or rows.spec is None else rows.spec
     inner = shortened(spec, workers.inner)
     lies = [d for d, entry in enumerate(spec) if not set(workers.axes).isdisjoint(axes_of(entry))]
-    if not lies and (dim is None or not jnp.ndim(x)):
-        return Role.SAME, inner, 0
+    if not jnp.ndim(x) or (not lies and dim is None):
+        return Role.SAME, inner if jnp.ndim(x) else P(), 0
     dim = lies[0] if lies else dim
     if dim is None or dim >= jnp.ndim(x):
         raise ValueError(f"{name} has shape {jnp.shape(x)}, and no dimension {dim} with rows")
     entries = [*inner, *[None] * (jnp.ndim(x) - len(inner))]
     entries[dim] = (*workers.axes, *axes_of(entries[dim]))
-    count = workers_here(workers) if is_of_this_process(x, workers) else workers.count
-    if jnp.shape(x)[dim] % count:
-        raise ValueError(
-            f"{name} has shape {jnp.shape(x)}: {count} workers do not divide its rows; drop or pad the "
-            "last ones, or say which argument is the batch, map_step(step, workers, rows=...)"
-        )
     return Role.ROWS, shortened(P(*entries)), dim
+
+
+def _rows_of_all(
+    name: str, x: Any, dim: int, axes: tuple[str, ...], workers: Workers, rows: Rows
+) -> int:
+    """The number of rows of an array on all processes, of which this one may have a part."""
+    parts = here = product(workers.mesh.shape, axes)
+    given, told = jnp.shape(x)[dim], ""
+    if is_of_this_process(x, workers):
+        me = jax.process_index()
+        here = len(hosts.parts_taken(workers.mesh, axes)[me])
+        told = (
+            f". These are the rows of process {me} of {jax.process_count()}, whose devices take {here} of "
+            f"{parts} parts. Give what all have alike as {hosts.ONE}"
+        )
+    if not given or given % (here * rows.pieces):
+        raise ValueError(
+            f"{name} has shape {jnp.shape(x)}: {workers.count} workers do not divide its rows, of which "
+            f"there must be a positive multiple of {here * rows.pieces} ({parts // workers.count} parts of "
+            f"each worker's by {axes}, {rows.pieces} local steps and gradient accumulation steps): drop or "
+            "pad the last rows, or say which argument is the batch, map_step(step, workers, rows=...)"
+            f"{told}"
+        )
+    return given // here * parts
 
 
 def is_of_this_process(x: Any, workers: Workers) -> bool:
@@ -308,21 +354,6 @@ def is_of_this_process(x: Any, workers: Workers) -> bool:
     if jax.process_count() == 1 or isinstance(x, jax.core.Tracer):
         return False
     return hosts.is_process_local(x, NamedSharding(workers.mesh, P()))
-
-
-def workers_here(workers: Workers) -> int:
-    """The number of workers with a device in this process."""
-    own = np.vectorize(lambda device: device.process_index == jax.process_index())
-    inner = [i for i, n in enumerate(workers.mesh.axis_names) if n not in workers.axes]
-    return int(own(workers.mesh.devices).any(axis=tuple(inner)).sum())
-
-
-def _whole_shape(x: Any, role: Role, dim: int, workers: Workers) -> tuple[int, ...]:
-    """The shape of an array on all processes."""
-    shape = list(jnp.shape(x))
-    if role is Role.ROWS and is_of_this_process(x, workers):
-        shape[dim] = shape[dim] // workers_here(workers) * workers.count
-    return tuple(shape)
 
 
 def arguments_of(which: Which, names: list[str]) -> dict[int, int]:
@@ -376,7 +407,8 @@ def _holders(tree: Any, workers: Workers) -> list[Held]:
             holders = jax.tree.leaves(find_holders(node))
             for i, (x, holder) in enumerate(zip(leaves, holders, strict=True), first):
                 own = own_spec(x) if holder in OWN and not found[i].own else found[i].own
-                found[i] = found[i]._replace(own=own, declared=True)
+                kept = found[i].kept or holder is Holder.FRONT
+                found[i] = found[i]._replace(own=own, kept=kept, declared=True)
 
     visit(tree, False)
     return found

@@ -30,6 +30,7 @@ from lioncub_jax.training.arguments import (
     Arguments,
     Call,
     Role,
+    Rows,
     Which,
     arguments_of,
     array_class,
@@ -115,7 +116,7 @@ def map_step(
         raise ValueError(
             f"out has {unknown[0]!r}: give 'rows', 'mean', 'sum' or 'each' of each name"
         )
-    return MappedStep(step, workers, rows, tuple(averaged), out, donate)
+    return MappedStep(step, workers, Rows(rows), tuple(averaged), out, donate)
 
 
 class MappedStep:
@@ -136,7 +137,7 @@ class MappedStep:
         self,
         step: Callable[..., Any],
         workers: Workers,
-        rows: Which = None,
+        rows: Rows,
         averaged: tuple[str, ...] = (),
         out: Mapping[str, str] = MappingProxyType({}),
         donate: Which = (),
@@ -154,6 +155,8 @@ class MappedStep:
         self._count = 0
         self._calls = dict[Any, tuple[Program, Moves]]()
         self._programs = dict[Any, Program]()
+        # Of arrays that a process has alone the rows for each part, once the processes have compared them.
+        self._rows: dict[str, float] | None = None
         self.__wrapped__, self.__name__ = step, getattr(step, "__name__", "step")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +164,7 @@ class MappedStep:
         with graphs.updating([*args, *kwargs.values()]):
             call = Call(self.step, args, kwargs)
             if call.traced:
-                program = Program(self, call, Arguments(call, self.workers, self.rows))
+                program = Program(self, call, self._arguments(call))
                 return program.results.rebuilt(program.on_mesh(program.arguments.arrays(call)))
             key = call.key()
             found = self._calls.get(key)  # once: a module's key has the metadata of each variable
@@ -189,31 +192,49 @@ class MappedStep:
 
     def _prepared(self, call: Call) -> "tuple[Program, Moves]":
         """The program for a call, and which of its arrays lie elsewhere than it wants them."""
-        # One process alone may have set a number by hand, which lies elsewhere: no new program, and others
-        # do not come.
-        if not self._shared or self._is_compared(call):
+        if not self._shared:
             return self._program(call)
-        program, moves = hosts.together("the step was not traced", partial(self._program, call))
-        arrays, local = program.arguments.arrays(call), {}
-        for leaf, x in zip(program.arguments.leaves, arrays, strict=True):
-            if leaf.role is not Role.ROWS and is_of_this_process(x, self.workers):
-                local[leaf.name] = x
-        hosts.check_same("map_step", local, NamedSharding(self.workers.mesh, P()))
-        arrays = moved(arrays, moves)
-        lowered = program.jitted.lower(*arrays)
-        hosts.check_same_program(lowered, program.named(arrays))
-        program.is_compared = True
+        arguments = None
+        if self._rows is not None:
+            # One process alone may have set a number by hand, which lies elsewhere: no new program, and
+            # others do not come.
+            arguments = self._arguments(call)
+            self._check_rows(arguments.local_rows(call))
+            known = self._programs.get(arguments.key(call))
+            if known is not None and known.is_compared:
+                return known, moves_of(arguments, arguments.arrays(call))
+        program, moves = hosts.together(
+            "the step was not traced", partial(self._program, call, arguments)
+        )
+        self._compare(program, call, moves)
         return program, moves
 
-    def _is_compared(self, call: Call) -> bool:
-        """True if a call runs a program that the processes have compared."""
-        if not any(program.is_compared for program in self._programs.values()):
-            return False
-        program = self._programs.get(Arguments(call, self.workers, self.rows).key(call))
-        return program is not None and program.is_compared
+    def _check_rows(self, rows: dict[str, float]) -> None:
+        if rows and self._rows and rows != self._rows:
+            raise ValueError(
+                f"process {jax.process_index()} gives {rows} rows for each part of the batch, and gave "
+                f"{self._rows} when processes compared theirs: give as many in each step, or make another "
+                "step for others"
+            )
 
-    def _program(self, call: Call) -> "tuple[Program, Moves]":
-        arguments = Arguments(call, self.workers, self.rows)
+    def _compare(self, program: "Program", call: Call, moves: "Moves") -> None:
+        """Compares between processes what they give, and the program: all raise, or none."""
+        arguments, mesh = program.arguments, self.workers.mesh
+        arrays, rows = arguments.arrays(call), arguments.local_rows(call)
+        named = program.named(arrays)
+        axes = self.rows.axes(self.workers)
+        hosts.check_rows(rows, {name: named[name] for name in rows}, mesh, axes)
+        whole = {name: x for name, x in named.items() if name not in rows}
+        hosts.check_same("map_step", whole, NamedSharding(mesh, P()))
+        arrays = moved(arrays, moves)
+        hosts.check_same_program(program.jitted.lower(*arrays), program.named(arrays))
+        program.is_compared, self._rows = True, self._rows or rows
+
+    def _arguments(self, call: Call) -> Arguments:
+        return Arguments(call, self.workers, self.rows)
+
+    def _program(self, call: Call, arguments: Arguments | None = None) -> "tuple[Program, Moves]":
+        arguments = arguments or self._arguments(call)
         key = arguments.key(call)
         if key not in self._programs:
             self._programs[key] = Program(self, call, arguments)
@@ -293,7 +314,7 @@ class Program:
             if found:  # JAX has dropped its trace, and another one would not be that which was read
                 return known(arrays)
             nodes, out = self.arguments.called(in_worker(self.mapped.step), arrays)
-            found["results"] = Results(self.arguments, nodes, out)
+            found["results"] = Results(self.arguments, nodes, out, self.mapped.out)
             return found["results"].arrays
 
         step.__name__ = self.mapped.__name__

@@ -1,7 +1,7 @@
 """What comes out of a mapped step: what is the same stays; what differs is joined, or is an error."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,10 @@ from lioncub_jax.training.arguments import Arguments, Own, Role, as_static, is_a
 from lioncub_jax.training.differ import Classes, Differences, is_increment
 from lioncub_jax.training.worker import as_count
 
+_LOOKS = (
+    "What only looks like it, as returned gradients do, is said by a name in the result: map_step(..., "
+    "out={'grads': 'mean'})"
+)
 _SAID = {"rows": Role.ROWS, "mean": Role.MEAN, "sum": Role.SUM, "each": Role.OWN}
 
 
@@ -66,7 +70,7 @@ class Results:
       each: a `Result` for each.
     """
 
-    def __init__(self, arguments: Arguments, nodes: list[Any], out: Any):
+    def __init__(self, arguments: Arguments, nodes: list[Any], out: Any, said: Collection[str]):
         self.arrays, self.each = list[Any](), list[Result]()
         self._arguments, self._slots = arguments, _Slots()
         self._template: tuple[list[Any], Any] | None = None
@@ -75,7 +79,7 @@ class Results:
         if arguments.graph:
             self._add_state(nodes, out if self._is_graph else ())
         if not self._is_graph:
-            template = _Matching(arguments, self._add).of(out)
+            template = _Matching(arguments, self._add).of(out, said)
             leaves, tree = jax.tree.flatten(template, is_leaf=lambda x: isinstance(x, _Fixed))
             places = [x if isinstance(x, _Fixed) else self._slots[x] for x in leaves]
             self._template = places, tree
@@ -150,15 +154,17 @@ class _Matching:
             shape[leaf.dim] //= self._arguments.workers.count
         return tuple(shape[leaf.role is Role.OWN :]), leaf.shape.dtype
 
-    def of(self, out: Any) -> Any:
+    def of(self, out: Any, said: Collection[str]) -> Any:
         """The result with a slot for each array.
 
         The largest parts are matched first: updates may look like momentum, which is a part of a state.
+        What a user has named in ``out`` goes on from nothing, even if it looks so, as gradients do.
         """
         found: dict[Any, Any] = {}
         for path, node in sorted(_parts(out), key=lambda part: -len(jax.tree.leaves(part[1]))):
             inside = any(path[:i] in found for i in range(len(path)))
-            matched = None if inside else self._matched(node)
+            is_said = _words(jax.tree_util.keystr(path) or "result").intersection(said)
+            matched = None if inside or is_said else self._matched(node)
             if matched is not None:
                 found[path] = matched
         return self._filled(out, (), found)
@@ -316,7 +322,7 @@ class Outside:
             return (
                 f"{of}, and nothing in the step lets workers talk: use an optimizer of the library, such "
                 "as lioncub_jax.owner_adamw(..., workers=workers), or lioncub_jax.global_gradients around "
-                "yours"
+                f"yours. {_LOOKS}"
             )
         if len(over) < len(self._workers.axes):
             return (
@@ -338,7 +344,8 @@ class Outside:
                 "(give it optax.set_to_zero() or global_gradients); or it is changed behind it by what "
                 "each worker has for itself, such as its own loss or norm (lioncub_jax.mean_over_workers). "
                 f"A statistic is averaged, in each step, by averaged=({_last_key(result.name)!r},); what "
-                "each worker is to have for itself goes in a box, lioncub_jax.training.own(x, workers)"
+                "each worker is to have for itself goes in a box, lioncub_jax.training.own(x, workers). "
+                f"{_LOOKS}"
             )
         return (
             f"{of}: it is state that all workers hold, and no float that could be averaged. Add it over "
@@ -371,12 +378,12 @@ class Outside:
         old: list[Any] = []
         for result in self._results.each:
             old.append(None if result.before is None else before[result.before])
-        # A worker with values that are not finite keeps floats in boxes, and leaves the mean of statistics.
-        boxed = [i for i in by[Role.OWN] if old[i] is not None and self._leaf(i).held.boxed]
-        boxed = [i for i in boxed if jnp.issubdtype(old[i].dtype, jnp.inexact)]
-        kept = all_finite([results[i] for i in boxed])
-        for i in boxed:
-            results[i] = jnp.where(kept, results[i], old[i])
+        # A worker with values that are not finite keeps its own floats, and leaves the mean of statistics.
+        own = [i for i in by[Role.OWN] if old[i] is not None and self._leaf(i).held.kept]
+        own = [i for i in own if jnp.issubdtype(old[i].dtype, jnp.inexact)]
+        finite = all_finite([results[i] for i in own])
+        for i in own:
+            results[i] = jnp.where(finite, results[i], old[i])
         wide = {i: results[i].astype(common_dtype(results[i], jnp.float32)) for i in by[Role.MEAN]}
         state = {i for i in wide if old[i] is not None}
         finite = all_finite([wide[i] for i in state])

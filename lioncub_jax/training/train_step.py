@@ -15,11 +15,11 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange.checks import check_count, refused_functions
-from lioncub_jax.exchange.mapped import Holder, find_holders
 from lioncub_jax.mesh import axes
-from lioncub_jax.mesh.hosts import Batches, is_key
+from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers, check_alive, check_devices, check_real
 from lioncub_jax.mesh.specs import check_batch_spec
+from lioncub_jax.training.arguments import Rows
 from lioncub_jax.training.loss import Loss
 from lioncub_jax.training.map_step import MappedStep
 from lioncub_jax.training.state import StepState, check_state
@@ -44,11 +44,11 @@ class TrainStep:
         self,
         step: Callable[..., Any],
         workers: Workers,
-        batches: Batches,
+        rows: Rows,
         check: Callable[[StepState], None],
     ):
         self.traces, self._step, self._workers = 0, step, workers
-        self._batches, self._check_new, self._known = batches, check, set[Any]()
+        self._rows, self._check_new, self._known = rows, check, set[Any]()
         self.compiled()
 
     def compiled(self, options: dict[str, Any] | None = None) -> "TrainStep":
@@ -63,7 +63,7 @@ class TrainStep:
             return self._step(state, batch)
 
         self._mapped = MappedStep(
-            train_step, self._workers, rows="batch", donate="state", options=options
+            train_step, self._workers, self._rows, donate="state", options=options
         )
         return self
 
@@ -78,15 +78,12 @@ class TrainStep:
             to 128, and in each 128th.
         """
         self._check(state, batch)
-        if self._batches.shared:
-            leaves = jax.tree_util.tree_leaves_with_path(batch)
-            self._batches.check([(_name(path), x, jnp.ndim(x) > 0) for path, x in leaves])
-        state, metrics = self._mapped(state, self._placed(batch))
+        state, metrics = self._mapped(state, batch)
         return state, {"loss": metrics.pop("loss"), **metrics}  # jit has sorted them by name
 
     def lower(self, state: StepState, batch: Any) -> jax.stages.Lowered:
         """Lowers the step as ``jax.jit(...).lower``, to read its program. Shapes will do."""
-        return self._mapped.lower(state, self._placed(batch))
+        return self._mapped.lower(state, batch)
 
     def _check(self, state: StepState, batch: Any) -> None:
         """Raises for a state or a call that JAX would refuse in words of its own, or not at all."""
@@ -101,28 +98,14 @@ class TrainStep:
                 "it is, in a loop of Python, and read it by step.lower(state, batch). A program of several "
                 "steps is a step of your own in lioncub_jax.map_step"
             )
+        for path, x in jax.tree_util.tree_leaves_with_path(batch):
+            _check_array(f"batch{jax.tree_util.keystr(path)}", x)
         structure = jax.tree.structure(state)
         if structure not in self._known:
             check_alive("state", state)
             check_devices(self._workers, state=state)
             self._check_new(state)
             self._known.add(structure)
-
-    def _placed(self, batch: Any) -> Any:
-        """The batch on the mesh: arrays by their rows, numbers whole."""
-
-        def place(path: Any, x: Any) -> Any:
-            name = _name(path)
-            _check_array(name, x)
-            return self._batches.place(
-                x, self._batches.rows_of_all(name, x) if jnp.ndim(x) else None
-            )
-
-        return jax.tree_util.tree_map_with_path(place, batch)
-
-
-def _name(path: Any) -> str:
-    return f"batch{jax.tree_util.keystr(path)}"
 
 
 def _check_array(name: str, x: Any) -> None:
@@ -249,31 +232,11 @@ def make_train_step(
             step=optax.safe_increment(state.step),
             params=optax.apply_updates(state.params, updates),
             model_state=model_state,
-            opt_state=_kept_if_not_finite(grads, state.opt_state, opt_state),
+            opt_state=opt_state,
             rng=state.rng,
             local_state=local_state,
         )
         return after, metrics
 
-    batches = Batches(workers, batch_spec, local_steps, accumulate)
-    return TrainStep(step, workers, batches, partial(check_state, tx, local, workers))
-
-
-def _kept_if_not_finite(
-    grads: optax.Updates, before: optax.OptState, after: optax.OptState
-) -> optax.OptState:
-    """The new state; where this worker's gradient is not finite, floating arrays in front are the old ones.
-
-    In front of the exchange, that is; counters, flags and keys there are the new ones.
-    """
-    holders = find_holders(before)
-    if Holder.FRONT not in jax.tree.leaves(holders):
-        return after
-    finite = axes.all_finite(grads)
-
-    def kept(holder: Holder, old: jax.Array, new: jax.Array) -> jax.Array:
-        if holder is not Holder.FRONT or not jnp.issubdtype(new.dtype, jnp.inexact):
-            return new
-        return jnp.where(finite, new, old)
-
-    return jax.tree.map(kept, holders, before, after)
+    rows = Rows("batch", batch_spec, local_steps * accumulate)
+    return TrainStep(step, workers, rows, partial(check_state, tx, local, workers))
