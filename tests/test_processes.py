@@ -158,7 +158,10 @@ def rows_fit(folder):
                 step(state, {"x": rows[:count]})
     for whole, words in [
         (np.ones(4), "batch['x'] has 16 rows and batch['c'] 8"),
-        (np.float32(me), "map_step: batch['c'] differs between processes 0 and 1"),
+        (
+            np.float32(me),
+            "values of map_step differ: processes 0, 1. Process 0 has `batch['c'], float32, checksum",
+        ),
     ]:
         state, step = started(within)
         with pytest.raises(ValueError, match=re.escape(words)):
@@ -401,13 +404,13 @@ def differ(folder):
         ({**params, "v": params["v"] + np.float32(last)}, "params['v']"),
         ({**params, **more}, "params['extra']"),
     ]:
-        told = f"init_state: {named} differs between processes 0 and 1 ("
-        with pytest.raises(ValueError, match=re.escape(told)):
+        told = f"values of init_state differ: processes 0, 1. .*{re.escape(named)}, float32, "
+        with pytest.raises(ValueError, match=told):
             lc.init_state(tx, other, workers)
     devices = workers.mesh.devices[:: -1 if last else 1]
     turned = lc.Workers(Mesh(devices, workers.mesh.axis_names), "data")
     with pytest.raises(
-        ValueError, match=r"mesh differs between processes 0 and 1 \(\[0, 1, .*; .* 1, 0"
+        ValueError, match=r"mesh of init_state differ: .* 0 has `\[0, 1, .*.*1 has `.* 1, 0"
     ):
         lc.init_state(tx, params, turned)
     with pytest.raises(ValueError, match="devices of the mesh of the step differ: processes 0, 1"):
@@ -423,7 +426,9 @@ def differ(folder):
         jax.random.split(jax.random.key(last)),
         jax.make_array_from_process_local_data(whole, np.full(4, last)),
     ):
-        told = r"^values of the step differ: processes 0, 1. .*`params\['v'\], checksum .* one seed"
+        told = (
+            r"^values of the step differ: processes 0, 1. .*`params\['v'\], .* checksum .* and seed"
+        )
         with pytest.raises(ValueError, match=told):
             lc.mesh.check_same_step(step, params={**alike, "v": x})
     with jax.enable_x64(last):

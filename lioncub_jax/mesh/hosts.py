@@ -228,26 +228,17 @@ def put(x: Any, sharding: NamedSharding, whole: tuple[int, ...] | None = None) -
     return jax.make_array_from_process_local_data(sharding, host, shape)
 
 
-def check_same(call: str, tree: dict[str, Any], sharding: NamedSharding) -> None:
+def check_same(what: str, tree: dict[str, Any], mesh: Mesh) -> None:
     """Raises ``ValueError`` for arrays of single processes that differ between them, by a checksum of each.
 
     And for meshes with their devices in another order: they would wait for each other for ever.
     """
-    if sharding.is_fully_addressable:
-        return
-    own = {"mesh": str(device_ids(sharding.mesh))}
-    for name, x in _by_name(tree).items():
-        if is_process_local(x, sharding):
-            own[name] = f"{jnp.result_type(x)}, checksum {crc(x)}"
-    each = gathered_json(own)
-    for other, sums in enumerate(each):
-        for name, _ in sorted(each[0].items() ^ sums.items()):
-            both = "; ".join(str(words.get(name))[:200] for words in (each[0], sums))
-            raise ValueError(
-                f"{call}: {name} differs between processes 0 and {other} ({both}): all workers start from "
-                "the same; give each process the same mesh and seed, or read the same checkpoint. Of a "
-                "batch only rows may differ"
-            )
+    sharding = NamedSharding(mesh, P())
+    if not sharding.is_fully_addressable:
+        leaves = _by_name(tree).items()
+        own = {name: x for name, x in leaves if is_process_local(x, sharding)}
+        devices, cure = [str(device_ids(mesh))], f"{_SAME_SEED}; of a batch only rows may differ"
+        _check_same_lines(what, {"devices of the mesh": devices, "values": _checksums(own)}, cure)
 
 
 def crc(x: Any) -> int:
@@ -284,7 +275,7 @@ def check_same_step(lowered: jax.stages.Lowered, **arguments: Any) -> None:
     if jax.process_count() == 1:
         return
     check_same_program(lowered, arguments)
-    values = []
+    values = {}
     for name, x in _by_name(arguments).items():
         if isinstance(x, jax.ShapeDtypeStruct):
             continue
@@ -293,8 +284,12 @@ def check_same_step(lowered: jax.stages.Lowered, **arguments: Any) -> None:
             if not x.is_fully_replicated:
                 continue
             x = x.addressable_data(0)
-        values.append(f"{name}, checksum {crc(x)}")
-    _check_same_lines({"values": values}, "Give each process one seed, or read the same checkpoint")
+        values[name] = x
+    _check_same_lines("the step", {"values": _checksums(values)}, _SAME_SEED)
+
+
+def _checksums(arrays: dict[str, Any]) -> list[str]:
+    return [f"{name}, {jnp.result_type(x)}, checksum {crc(x)}" for name, x in arrays.items()]
 
 
 def _by_name(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -310,7 +305,7 @@ def check_same_program(lowered: jax.stages.Lowered, arguments: dict[str, Any]) -
     collectives = [match for line in program if (match := _COLLECTIVE.search(line))]
     meshes = [getattr(getattr(x, "sharding", None), "mesh", None) for x in leaves.values()]
     devices = [str(device_ids(x)) for x in meshes if isinstance(x, jax.sharding.Mesh)]
-    _check_same_lines({
+    _check_same_lines("the step", {
         "versions": [f"jax {jax.__version__}, lioncub_jax {__version__}"],
         "devices of the mesh": [*dict.fromkeys(devices)],
         "arguments": [f"{name}: {jax.typeof(x)}" for name, x in leaves.items()],
@@ -327,7 +322,7 @@ def check_same_scalars(calls: int, arguments: dict[str, Any]) -> None:
     value. So the value that each process has is what is compared.
     """
     if calls & (calls - 1) == 0 or calls % 128 == 0:
-        _check_same_lines({"scalars": _scalars(_by_name(arguments))})
+        _check_same_lines("the step", {"scalars": _scalars(_by_name(arguments))})
 
 
 def _scalars(leaves: dict[str, Any]) -> list[str]:
@@ -345,7 +340,10 @@ _SAME_CODE = (
 )
 
 
-def _check_same_lines(parts: dict[str, list[str]], cure: str = _SAME_CODE) -> None:
+_SAME_SEED = "Give each process the same mesh and seed, or read the same checkpoint"
+
+
+def _check_same_lines(what: str, parts: dict[str, list[str]], cure: str = _SAME_CODE) -> None:
     """Raises ``ValueError`` for the first part that is not the same in all processes."""
     sums = [zlib.crc32("\n".join(lines).encode()) for lines in parts.values()]
     # Of one size, whatever the processes run.
@@ -358,7 +356,7 @@ def _check_same_lines(parts: dict[str, list[str]], cure: str = _SAME_CODE) -> No
         at = next(i for i, (a, b) in enumerate(zip_longest(crcs[usual], crcs[odd])) if a != b)
         first = gathered_json(lines[at].strip()[:200] if at < len(lines) else "nothing more")
         raise ValueError(
-            f"{name} of the step differ: {who}. Process {usual} has `{first[usual]}`, process {odd} has "
+            f"{name} of {what} differ: {who}. Process {usual} has `{first[usual]}`, process {odd} has "
             f"`{first[odd]}`. {cure}"
         )
 

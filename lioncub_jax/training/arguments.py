@@ -29,12 +29,14 @@ class Rows(NamedTuple):
     Attributes:
       which: the arguments that have them.
       spec: how they lie; by default over the workers, and in other dimensions as they lie already.
-      pieces: into which a worker cuts its rows.
+      local_steps: into how many parts a worker cuts its rows first.
+      accumulate: into how many it cuts each of these.
     """
 
     which: Which = None
     spec: P | None = None
-    pieces: int = 1
+    local_steps: int = 1
+    accumulate: int = 1
 
     def axes(self, workers: Workers) -> tuple[str, ...]:
         """The axes that cut the rows of one process."""
@@ -151,7 +153,8 @@ class Call:
         self.values = [*args, *kwargs.values()]
         self.keywords, self._step, self._num_args = tuple(kwargs), step, len(args)
         self.graph = tuple([i for i, x in enumerate(self.values) if graphs.is_graph(x)])
-        self.graphdef, state = graphs.split([self.values[i] for i in self.graph])
+        self.nodes = [self.values[i] for i in self.graph]
+        self.graphdef, state = graphs.split(self.nodes)
         plain = [None if i in self.graph else x for i, x in enumerate(self.values)]
         self.flat, self.tree = jax.tree.flatten((plain, state))
         array = array_class()
@@ -215,6 +218,7 @@ class Arguments:
       leaves: their arrays.
       hidden: True under ``jax.jit``, where nobody sees how arrays lie.
       names: of the arguments.
+      paths: of the values in modules.
     """
 
     def __init__(self, call: Call, workers: Workers, rows: Rows):
@@ -225,15 +229,20 @@ class Arguments:
         whole = jax.tree.unflatten(call.tree, call.flat)
         self._inside: Any = jax.tree.structure(opened(whole))
         self._statics, self.leaves = dict[int, Any](), list[Leaf]()
-        dims, kinds = arguments_of(rows.which, self.names), graphs.variable_kinds(whole)
-        paths, held = jax.tree_util.tree_leaves_with_path(whole), _holders(whole, workers)
+        dims, places = arguments_of(rows.which, self.names), graphs.places(call.nodes)
+        self.paths = [path for path, _ in places]
+        held = _holders((whole[0], [x for _, x in places]), workers)
+        paths = jax.tree_util.tree_leaves_with_path(whole)
         for place, ((path, x), holder) in enumerate(zip(paths, held, strict=True)):
             if not is_array(x, numbers=not call.traced):
                 self._statics[place] = x
                 continue
-            at = path[1].idx if path[0].idx == 0 else self.graph[path[1].key]
-            name = f"{self.names[at]}{jax.tree_util.keystr(path[2:])}"
-            variable = kinds.get(jax.tree_util.keystr(path), "")
+            at, inside, variable = path[1].idx, path[2:], ""
+            if path[0].idx:
+                (first, *rest), holds = places[at]
+                at, inside = self.graph[first], (*graphs.keys(rest), *inside)
+                variable = graphs.kind_of(holds)
+            name = f"{self.names[at]}{jax.tree_util.keystr(inside)}"
             role, spec, dim = _role(name, x, holder.own, dims.get(at), workers, rows)
             kind = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
             whole = list(jnp.shape(x))
@@ -281,7 +290,7 @@ class Arguments:
         return found
 
     def with_statics(self, arrays: Sequence[Any]) -> Any:
-        """``(plain arguments, state of modules)`` with all that is no array, boxed as they were given."""
+        """``(plain arguments, values of modules)`` with all that is no array, boxed as they were given."""
         return self._tree.unflatten(self._filled(arrays))
 
     def _filled(self, arrays: Sequence[Any]) -> list[Any]:
@@ -338,13 +347,14 @@ def _rows_of_all(
             f". These are the rows of process {me} of {jax.process_count()}, whose devices take {here} of "
             f"{parts} parts. Give what all have alike as {hosts.ONE}"
         )
-    if not given or given % (here * rows.pieces):
+    multiple = here * rows.local_steps * rows.accumulate
+    if not given or given % multiple:
         raise ValueError(
             f"{name} has shape {jnp.shape(x)}: {workers.count} workers do not divide its rows, of which "
-            f"there must be a positive multiple of {here * rows.pieces} ({parts // workers.count} parts of "
-            f"each worker's by {axes}, {rows.pieces} local steps and gradient accumulation steps): drop or "
-            "pad the last rows, or say which argument is the batch, map_step(step, workers, rows=...)"
-            f"{told}"
+            f"there must be a positive multiple of {multiple} ({workers.count} workers, "
+            f"{parts // workers.count} parts of each worker's by {axes}, {rows.local_steps} local steps, "
+            f"{rows.accumulate} gradient accumulation steps): drop or pad the last rows, or say which "
+            f"argument is the batch, map_step(step, workers, rows=...){told}"
         )
     return given // here * parts
 

@@ -1,6 +1,7 @@
 """Objects of flax's nnx among the arguments of a step, which changes them in place."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -41,25 +42,39 @@ def updating(values: Any) -> contextlib.AbstractContextManager[Any]:
     return nnx.update_context(_TAG)
 
 
-def split(nodes: Any) -> tuple[Any, Any]:
-    """``(definition, state)`` of objects, ``(None, None)`` of none."""
+def split(nodes: Any) -> tuple[Any, list[Any]]:
+    """``(definition, values)`` of objects, ``(None, [])`` of none: bare values, as nnx.jit takes them."""
     if not nodes:
-        return None, None
+        return None, []
     from flax import nnx
 
     with nnx.split_context(_TAG) as context:
-        definition, state = context.split(nodes)
-    return definition, state
+        return context.flatten(nodes, with_paths=False)  # type: ignore[no-any-return]
 
 
-def merged(definition: Any, state: Any, inner: bool = True) -> Any:
+def merged(definition: Any, values: Any, inner: bool = True) -> Any:
     """Undoes `split`: with new objects in a step, ``inner``, with those of the arguments around it."""
     if definition is None:
         return []
     from flax import nnx
 
     with nnx.merge_context(_TAG, inner=inner) as context:
-        return context.merge(definition, state)
+        return context.unflatten(definition, values)
+
+
+def places(nodes: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """The path of each value of `split`, and the variable that holds it, or the value."""
+    if not nodes:
+        return []
+    from flax import nnx
+
+    _, flat = nnx.flatten(nodes, graph=True)
+    return [*zip(flat.paths, flat.leaves, strict=True)]
+
+
+def keys(path: Sequence[Any]) -> tuple[Any, ...]:
+    """A path of nnx as one of JAX."""
+    return tuple([jax.tree_util.DictKey(key) for key in path])
 
 
 def box(variable: Any, x: jax.Array) -> None:
@@ -106,19 +121,11 @@ def is_own(x: Any, workers: Workers) -> bool:
     return bool(names) and not set(axes_of(names[0])).isdisjoint(workers.axes)
 
 
-def variable_kinds(state: Any) -> dict[str, str]:
-    """The kind of variable that each array of a state is in, by its path."""
-    if state is None:
-        return {}
+def kind_of(x: Any) -> str:
+    """The kind of a variable; "" of what is none."""
     from flax import nnx
 
+    if not isinstance(x, nnx.Variable):
+        return ""
     known = nnx.Param, nnx.BatchStat, nnx.RngState, nnx.OptState, nnx.metrics.MetricState
-    found = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(
-        state, is_leaf=lambda x: isinstance(x, nnx.Variable)
-    ):
-        if isinstance(x, nnx.Variable):
-            kind = next((k for k in known if isinstance(x, k)), type(x)).__name__
-            for rest, _ in jax.tree_util.tree_leaves_with_path(x):
-                found[jax.tree_util.keystr((*path, *rest))] = kind
-    return found
+    return next((k for k in known if isinstance(x, k)), type(x)).__name__

@@ -91,25 +91,28 @@ class Results:
 
     def _add_state(self, nodes: list[Any], out: Any) -> None:
         """Adds the variables of the modules that the step was given, and of those that it returns."""
-        self._definition, state = graphs.split((nodes, out))
-        slots = _Slots()
+        both, slots = (nodes, out), _Slots()
+        self._definition, values = graphs.split(both)
         _, given = slots.of_all(self._arguments)
-        paths = jax.tree_util.tree_leaves_with_path(given)
-        before = {jax.tree_util.keystr(path): slots[x] for path, x in paths if slots.has(x)}
-        kinds = graphs.variable_kinds(state)
-        leaves, self._state_tree = jax.tree_util.tree_flatten_with_path(state)
-        for path, x in leaves:
-            at = before.get(jax.tree_util.keystr(path[1:])) if path[0].key == 0 else None
-            name = f"result{jax.tree_util.keystr(path[1:])}"
-            name = name if at is None else self._arguments.leaves[at].name
-            self._add(x, Result(name, at, kinds.get(jax.tree_util.keystr(path), "")))
+        before = dict(zip(self._arguments.paths, given, strict=True))
+        leaves, self._state_tree = jax.tree.flatten(values)
+        places = []
+        for ((which, *path), holder), value in zip(graphs.places(both), values, strict=True):
+            known = jax.tree.leaves(before.get(tuple(path)) if which == 0 else None)
+            for i, (rest, _) in enumerate(jax.tree_util.tree_leaves_with_path(value)):
+                at = slots[known[i]] if i < len(known) and slots.has(known[i]) else None
+                name = f"result{jax.tree_util.keystr((*graphs.keys(path), *rest))}"
+                name = name if at is None else self._arguments.leaves[at].name
+                places.append(Result(name, at, graphs.kind_of(holder)))
+        for x, result in zip(leaves, places, strict=True):
+            self._add(x, result)
 
     def rebuilt(self, arrays: Sequence[Any]) -> Any:
         """What the step returns, of arrays of all workers; modules of the arguments are changed."""
         out = None
         if self._state_tree is not None:
-            state = self._state_tree.unflatten(arrays[: self._state_tree.num_leaves])
-            _, out = graphs.merged(self._definition, state, inner=False)
+            values = self._state_tree.unflatten(arrays[: self._state_tree.num_leaves])
+            _, out = graphs.merged(self._definition, values, inner=False)
         if self._template is None:
             return out
         tree: Any

@@ -99,7 +99,8 @@ def init_state(
             f"rng is {type(rng).__name__} of shape {jnp.shape(rng)}: give one key, jax.random.key(seed)"
         )
     everywhere = workers.shardings(P())
-    check_same("init_state", {"params": params, "rng": rng, "model_state": model_state}, everywhere)
+    given = {"params": params, "rng": rng, "model_state": model_state}
+    check_same("init_state", given, workers.mesh)
     # A copy, because the training step donates its state and the caller may still hold the arrays.
     params = jax.tree.map(
         lambda to, x: strong(jnp.copy(put(x, to))), workers.shardings(param_specs), params

@@ -238,5 +238,5 @@ def make_train_step(
         )
         return after, metrics
 
-    rows = Rows("batch", batch_spec, local_steps * accumulate)
+    rows = Rows("batch", batch_spec, local_steps, accumulate)
     return TrainStep(step, workers, rows, partial(check_state, tx, local, workers))
