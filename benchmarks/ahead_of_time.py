@@ -70,7 +70,7 @@ def one(machine: str, model_name: str, method: str) -> dict[str, Any]:
         "exchanges": [[x.op, x.arrives, x.matrix / rate] for x in reading.exchanges(text)],
     }
     if tx is not None:
-        lc.check_votes(compiled)
+        lc.audit.check_votes(compiled)
         row["predicted_bytes"] = predicted(tx, model, mesh)
     return row
 

@@ -23,7 +23,7 @@ def loss(params: dict[str, jax.Array], text: jax.Array, rng: jax.Array) -> jax.A
     return optax.softmax_cross_entropy_with_integer_labels(x, text[:, 1]).mean()
 
 
-def training(workers: lc.Workers) -> tuple[Any, lc.StepState, jax.Array]:
+def training(workers: lc.Workers) -> tuple[Any, lc.training.StepState, jax.Array]:
     """For ``probe --step``: a step that averages gradients in float32, its first state and a batch."""
     return _training(lc.global_gradients(optax.adamw(1e-3), workers=workers), workers)
 
@@ -39,7 +39,7 @@ def lowered() -> tuple[jax.stages.Lowered, jax.sharding.Mesh]:
 
 def _training(
     tx: optax.GradientTransformation, workers: lc.Workers
-) -> tuple[Any, lc.StepState, jax.Array]:
+) -> tuple[Any, lc.training.StepState, jax.Array]:
     params = {name: jnp.full(shape, shape[0] ** -0.5) for name, shape in SIZES.items()}
     state = lc.init_state(tx, params, workers)
     processes = len({device.process_index for device in workers.mesh.devices.flat})

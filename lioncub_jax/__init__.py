@@ -17,7 +17,7 @@ if jax.__version_info__ < (0, 10, 2):  # as pyproject.toml says, which a --no-de
     )
 
 from lioncub_jax import audit, mesh, training
-from lioncub_jax.audit import check_votes, watch
+from lioncub_jax.audit import watch
 from lioncub_jax.exchange import compilations, decide, momentum, quantize, sync, wires
 from lioncub_jax.exchange.sync import sync_momentum
 from lioncub_jax.exchange.transform import communicate
@@ -33,8 +33,6 @@ from lioncub_jax.optimizers import (
     scale_by_lion_cub,
 )
 from lioncub_jax.training import (
-    StepState,
-    TrainStep,
     from_nnx,
     init_state,
     local_value_and_grad,
@@ -51,12 +49,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoints",
-    "StepState",
-    "TrainStep",
     "Workers",
     "audit",
     "baselines",
-    "check_votes",
     "checkpoint",
     "communicate",
     "decide",
@@ -100,7 +95,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
     if name in training.GONE:
         return getattr(training, name)  # raises, and says what to write
-    for module in (quantize, wires, decide, momentum, sync, mesh):
+    for module in (quantize, wires, decide, momentum, sync, mesh, training, audit):
         found = getattr(module, name, None)
         if str(getattr(found, "__module__", "")).startswith(module.__name__):
             public = module.__name__.replace("exchange.", "")

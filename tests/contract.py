@@ -309,7 +309,7 @@ def restored(tmp_path_factory):
     def state(parts, step, key):
         params = {name: params for name, (params, _) in parts.items()}
         opt_states = {name: state for name, (_, state) in parts.items()}
-        return lc.StepState(jnp.int32(step), params, (), opt_states, jax.random.key(key))
+        return lc.training.StepState(jnp.int32(step), params, (), opt_states, jax.random.key(key))
 
     workers = runs[SAVED[0]].workers
     with lc.Checkpoints(tmp_path_factory.mktemp("saved"), workers=workers) as checkpoints:
@@ -369,7 +369,7 @@ def test_one_who_goes_on_alone_pays_what_several_workers_still_owe(tmp_path):
         on = on_all({name: make(workers=workers) for name, (make, _) in OWED.items()}, workers)
         states = {name: tx.init(zeros) for name, tx in on.items()}
         params = jax.device_put(zeros, workers.shardings(P()))
-        state = lc.StepState(jnp.int32(0), params, (), states, jax.random.key(0))
+        state = lc.training.StepState(jnp.int32(0), params, (), states, jax.random.key(0))
         return state, jax.jit(
             lambda g, states: {n: tx.update(g, states[n], zeros) for n, tx in on.items()}
         )

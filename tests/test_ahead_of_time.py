@@ -121,7 +121,7 @@ grads = jax.ShapeDtypeStruct((8 * slices, 256, 1024), jnp.float32)
 compiled = lc.map_step(step, workers).lower(params, state, grads).compile()
 sent = sum(x.sent_bytes for x in lc.audit.collectives(compiled, mesh))
 try:
-    print(lc.check_votes(compiled))
+    print(lc.audit.check_votes(compiled))
     assert sent == lc.audit.of(tx, params, workers).sent_bytes, sent
 except ValueError as error:
     print(error)

@@ -97,7 +97,7 @@ def test_they_move_to_other_workers_and_shards_as_ours_do(tmp_path):
     def ours(parts, count, cut=1):
         everywhere = NamedSharding(workers_of(count, cut).mesh, P())
         step, rng = jax.device_put((jnp.int32(3), jax.random.key(0)), everywhere)
-        return lc.StepState(step, parts[0], (), parts[1], rng)
+        return lc.training.StepState(step, parts[0], (), parts[1], rng)
 
     old, new = numbered(lc.owner_adamw, 4), numbered(lc.owner_adamw, 2, 4, 0)
     saved(tmp_path / "ours", ours(old, 4))

@@ -5,7 +5,6 @@ That votes are those of the reference, with ties, zeros and workers that abstain
 
 import functools
 import math
-import re
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +29,6 @@ import lioncub_jax as lc
 from lioncub_jax.audit.compiled import collectives
 from lioncub_jax.exchange import layout, xla
 from lioncub_jax.exchange.checks import part
-from lioncub_jax.mesh import border
 
 # Options under which nothing is rounded if gradients are small whole numbers, and at most the sum of
 # exact products otherwise. So it does not matter whether XLA contracts a multiplication and an addition
@@ -369,52 +367,6 @@ def test_numbers_that_xla_does_not_know_are_the_numbers():
     for numbers in ([7], [0, 5, 2**31], list(range(0, 90, 2))):
         found = jax.jit(lambda step, numbers=numbers: xla.runtime_constants(numbers, step))
         assert list(map(int, found(jnp.int32(2**31 - 1)))) == numbers
-
-
-def test_many_arrays_enter_joined_and_the_program_is_the_one_without(monkeypatch):
-    workers, same = workers_on(f"{AXIS}=2"), []
-    for i, dtype in enumerate([jnp.float32, jnp.bfloat16, jnp.int32] * 2):
-        for shape in [(3, 4), (5, 4), (6,), (), (0, 4), (2, 3, 4)]:
-            same.append((np.arange(math.prod(shape)).reshape(shape) + i).astype(dtype))
-    own = [np.stack([x, 2 * x]) for x in same]
-    specs = P(), P(AXIS)
-    given = *jax.device_put((same, own), workers.shardings(specs)), 4.0
-
-    def double(same, own, one):
-        return [3 * x + (x > one) for x in same], [3 * x + (x > one) for x in own]
-
-    def program():
-        """How many arrays enter it, and what it is compiled to."""
-        over = workers.map(double, (*specs, P()), specs, typed=True)
-        lowered = jax.jit(over).lower(*given)
-        [names] = re.findall(r"sdy.manual_computation\(([^)]*)\)", lowered.as_text())
-        return len(names.split(",")), lowered.compile()
-
-    few, joined = program()
-    # A few of each dtype and kind; and those without a dimension, or an element.
-    assert few <= 2 * (3 * 3 + 2 * 6) + 1
-    assert_same(joined(*given), jax.jit(double)(*given))
-    monkeypatch.setattr(border, "MANY", 1000)
-    many, apart = program()
-    assert many == 2 * len(same) + 1 and "concatenate(" not in joined.as_text()
-    for op in ("slice(", "copy(", "fusion("):
-        assert joined.as_text().count(op) == apart.as_text().count(op), op
-
-
-def test_rows_and_what_is_each_workers_own_enter_apart_though_they_lie_alike():
-    """Both are ``P("data")``: a program joins what has one shape in front, and keys stay alone."""
-    workers = workers_on(f"{AXIS}=2")
-    own, rows = [normal(2, 3, seed=i) for i in range(40)], [normal(8, seed=i) for i in range(40)]
-    keys = jax.random.split(jax.random.key(0))
-    specs = (P(AXIS),) * 3
-
-    def of_worker(own, rows, key):
-        return [x + jax.random.uniform(key[0]) for x in own], [x * 2 for x in rows], key
-
-    found = jax.jit(workers.map(of_worker, specs, specs, typed=False))(own, rows, keys)
-    drawn = jax.vmap(jax.random.uniform)(keys)
-    wanted = [x + drawn[:, None] for x in own], [x * 2 for x in rows], keys
-    assert_same(found, jax.tree.map(jnp.asarray, wanted))
 
 
 # --- Statistics -------------------------------------------------------------------------------------

@@ -290,15 +290,15 @@ def test_the_switch_and_programs_that_are_given(mesh):
         assert allowed.as_text()
     for program in (wrong, wrong.as_text()):
         with refused("also 344 kB of floats"):
-            lc.check_votes(program)
+            lc.audit.check_votes(program)
     compiled = lowered().compile()
-    assert lc.check_votes(SimpleNamespace(compiled=compiled)) == lc.check_votes(
+    assert lc.audit.check_votes(SimpleNamespace(compiled=compiled)) == lc.audit.check_votes(
         compiled
     )  # of nnx.jit
     with pytest.raises(TypeError, match="is given a Lowered, and only the compiled program"):
-        lc.check_votes(lowered())
+        lc.audit.check_votes(lowered())
     with refused("no vote is in this program"):
-        lc.check_votes(jax.jit(lambda x: x + 1).lower(1.0).compile())
+        lc.audit.check_votes(jax.jit(lambda x: x + 1).lower(1.0).compile())
     with refused(r"mode\('off'\): give 'raise', 'warn' or 'allow'"):
         lc.audit.mode("off")
 
@@ -346,7 +346,7 @@ def test_what_travels_inside_a_worker_is_told():
     step, (params, state, batch), _ = step_of(mesh)
     mu = jax.device_put(state[0].mu, NamedSharding(mesh, P("data", "fsdp")))
     state = (state[0]._replace(mu=mu), *state[1:])
-    told = lc.check_votes(jax.jit(step).lower(params, state, batch).compile())
+    told = lc.audit.check_votes(jax.jit(step).lower(params, state, batch).compile())
     assert told.startswith("A device sends 3.16 kB between the workers of 'data' in a step")
     gathered = "all-gather of f32[32, 128], 16.4 kB, "
     assert f"Inside a worker it sends 24.8 kB over 'fsdp':\n  {gathered}" in told

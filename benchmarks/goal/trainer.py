@@ -67,7 +67,7 @@ class Trainer:
         self._taken += self._local_steps
 
 
-def adamw_step(workers: lc.Workers) -> tuple[Any, lc.StepState, jax.Array]:
+def adamw_step(workers: lc.Workers) -> tuple[Any, lc.training.StepState, jax.Array]:
     """For ``lioncub probe --step``: the step of float32 AdamW, its first state and a batch."""
     one = Trainer(workers.mesh, CONTENDERS["adamw"], TOKENS)
     return one.train_step, one.state, one.batch()

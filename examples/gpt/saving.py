@@ -8,7 +8,7 @@ import lioncub_jax as lc
 from gpt.meshes import Layout
 from gpt.training import Run
 
-Stops = Callable[[lc.StepState, int, bool], bool]  # (state, step, is the last) -> stop now
+Stops = Callable[[lc.training.StepState, int, bool], bool]  # (state, step, is the last) -> stop now
 # A context of a function: step -> was any process asked to stop.
 Asks = Callable[[], contextlib.AbstractContextManager[Callable[[int], bool]]]
 
@@ -60,7 +60,7 @@ def during(run: Run, checkpoints: lc.Checkpoints | None, every: int, asks: Asks)
         return
     with asks() as stopping:
 
-        def stops(state: lc.StepState, step: int, is_last: bool) -> bool:
+        def stops(state: lc.training.StepState, step: int, is_last: bool) -> bool:
             stop = stopping(step)
             if stop or is_last or step % every == 0:
                 checkpoints.save(state, {"seed": run.seed}, wait=stop)

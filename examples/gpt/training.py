@@ -36,8 +36,8 @@ class Run(NamedTuple):
     model: GPT
     text: Corpus
     layout: Layout
-    state: lc.StepState
-    step: lc.TrainStep
+    state: lc.training.StepState
+    step: lc.training.TrainStep
     collectives: list[Any]
     sent: Traffic
     evaluate: Callable[[Any], float]  # parameters -> bits per byte on validation windows
@@ -130,7 +130,7 @@ def train(
     run: Run,
     steps: int,
     follow: Callable[[Row], None],
-    stops: Callable[[lc.StepState, int, bool], bool],
+    stops: Callable[[lc.training.StepState, int, bool], bool],
     seconds: float,
 ) -> tuple[Run, Row | None, bool]:
     """The run after its last step or the one where `stops` says so, its last row, and whether it stopped.

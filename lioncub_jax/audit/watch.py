@@ -104,7 +104,7 @@ def check_votes(compiled: jax.stages.Compiled | str) -> str:
     Example:
       >>> import jax, lioncub_jax as lc
       >>> try:
-      ...     lc.check_votes(jax.jit(lambda x: x + 1).lower(1.0).compile())
+      ...     lc.audit.check_votes(jax.jit(lambda x: x + 1).lower(1.0).compile())
       ... except ValueError as error:
       ...     print(str(error)[:28])
       no vote is in this program:
@@ -145,7 +145,7 @@ def look(name: str, texts: list[str], votes: bool) -> None:
     if votes and not any("op_name=" in x for x in texts) and not sys.exc_info()[1]:
         warnings.warn(
             f"{name} votes, and no backend shows its compiled program, so nobody has looked whether floats "
-            "travel beside the votes: give what is compiled to lioncub_jax.check_votes, or compare the "
+            "travel beside the votes: give what is compiled to lioncub_jax.audit.check_votes, or compare the "
             "bytes at the network's interface with lioncub_jax.audit.of(tx, params, workers)",
             stacklevel=3,
         )

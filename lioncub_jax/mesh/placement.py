@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.mesh import axes as mesh_axes
 from lioncub_jax.mesh.axes import Axes, AxisName
-from lioncub_jax.mesh.border import joined_at_border
 from lioncub_jax.mesh.specs import (
     Specs,
     axes_of,
@@ -190,7 +189,6 @@ class Workers:
         out_specs: Specs,
         *,
         typed: bool,
-        joined: bool = True,
     ) -> Callable[..., Any]:
         """Maps ``fn`` over the workers' axes; inside, arrays are a worker's own, whole in the inner axes.
 
@@ -202,7 +200,6 @@ class Workers:
             axes, or over those only that are explicit on the mesh. Where types tell, a model with a
             ``scan``, ``cond`` or Pallas kernel must cast by hand whatever it starts from: a transform is
             typed, and a loss is not.
-          joined: whether many arrays may enter as a few; of no use where nothing is compiled.
 
         Returns:
           A function of global arrays, to be called under ``jax.jit``.
@@ -222,9 +219,7 @@ class Workers:
             axis_names=set(self.axes),
             check_vma=typed,
         )
-        # XLA for TPU would keep joined arrays, in bfloat16.
-        joined = joined and not self.inner and mesh_axes.platform(self.mesh) != "tpu"
-        mapped = joined_at_border(over, fn, of_args) if joined else over(fn, in_specs=of_args)
+        mapped = over(fn, in_specs=of_args)
         if self.inner or not typed:
             # JAX 0.10.2 cannot run a partly manual one eagerly.
             mapped = jax.jit(mapped)

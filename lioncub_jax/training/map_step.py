@@ -327,7 +327,7 @@ class Program:
 
         token = checks.proven.set(True)
         try:
-            run = self.mapper.map(probe, (self.specs,), P(), typed=False, joined=False)
+            run = self.mapper.map(probe, (self.specs,), P(), typed=False)
             jax.eval_shape(run, list(shapes))
         finally:
             checks.proven.reset(token)
