@@ -145,8 +145,8 @@ def look(name: str, texts: list[str], votes: bool) -> None:
     if votes and not any("op_name=" in x for x in texts) and not sys.exc_info()[1]:
         warnings.warn(
             f"{name} votes, and no backend shows its compiled program, so nobody has looked whether floats "
-            "travel beside the votes: give what is compiled to lioncub_jax.audit.check_votes, or compare the "
-            "bytes at the network's interface with lioncub_jax.audit.of(tx, params, workers)",
+            "travel beside the votes: give what is compiled to lioncub_jax.audit.check_votes, or compare "
+            "the bytes at the network's interface with lioncub_jax.audit.of(tx, params, workers)",
             stacklevel=3,
         )
     for text in texts:

@@ -12,25 +12,21 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.specs import Specs, flax_in_use
-
-
-def _kinds() -> tuple[type, ...]:
-    if not flax_in_use():
-        return ()
-    from flax import linen, nnx
-
-    return linen.Partitioned, nnx.Variable
+from lioncub_jax.mesh.specs import Specs, is_of_flax
 
 
 def is_box(x: object) -> bool:
     """True for a box of flax, which has a name for each dimension, or room for it."""
-    return isinstance(x, _kinds())
+    if not is_of_flax(x):
+        return False
+    from flax import linen, nnx
+
+    return isinstance(x, (linen.Partitioned, nnx.Variable))
 
 
 def find_boxes(tree: Any) -> list[Any]:
     """The boxes in a tree."""
-    return find_nodes(tree, *_kinds())
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_box) if is_box(x)]
 
 
 def find_nodes(tree: Any, *kinds: type) -> list[Any]:
@@ -41,7 +37,11 @@ def find_nodes(tree: Any, *kinds: type) -> list[Any]:
 
 def is_linen_box(x: object) -> bool:
     """True for a box of flax linen, which always has names."""
-    return isinstance(x, _kinds()[:1])
+    if not is_of_flax(x):
+        return False
+    from flax import linen
+
+    return isinstance(x, linen.Partitioned)
 
 
 def opened(tree: Any) -> Any:

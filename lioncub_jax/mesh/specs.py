@@ -99,13 +99,36 @@ def shortened(spec: P, axes: Collection[str] | None = None) -> P:
 
 
 def flax_in_use() -> bool:
-    """Boxes are flax's: who has not imported flax has none, and need not wait for its import."""
+    """True where flax is imported: else there are no rules and serializers of it to be asked or told."""
     return "flax" in sys.modules
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_of_flax(kind: type) -> bool:
+    return any(x.__module__.partition(".")[0] == "flax" for x in kind.__mro__)
+
+
+def is_of_flax(x: object) -> bool:
+    """True for an object of a class of flax, or of one made of it; who has none need not wait for flax."""
+    return _is_of_flax(type(x))  # type: ignore[arg-type]
+
+
+def has_flax(tree: Any) -> bool:
+    """True for a tree with an object of flax in it."""
+    found = []
+
+    def is_leaf(x: object) -> bool:
+        if is_of_flax(x):
+            found.append(x)
+        return bool(found)
+
+    jax.tree.leaves(tree, is_leaf=is_leaf)
+    return bool(found)
 
 
 def declared(params: optax.Params) -> Specs | None:
     """Specs of parameters by the metadata of flax, or None without any."""
-    if not flax_in_use():
+    if not has_flax(params):
         return None
     from flax import linen, nnx
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from lioncub_jax.exchange.mapped import Holder, find_holders
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.specs import axes_of, flax_in_use
+from lioncub_jax.mesh.specs import axes_of, has_flax, is_of_flax
 
 _TAG = "lioncub_jax.map_step"
 _BOX = "lioncub_jax_own"  # in the metadata of a variable
@@ -19,18 +19,25 @@ _PLAIN = {np.ndarray, int, float, str, bool, type(None)}
 
 def is_graph(x: Any) -> bool:
     """True for what holds modules, optimizers, streams, metrics or variables; not for an ``nnx.State``."""
-    if type(x) in _PLAIN or not flax_in_use():
+    if type(x) in _PLAIN:
         return False
-    from flax import nnx
+    if is_of_flax(x):
+        from flax import nnx
 
-    if isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State)):
-        return not isinstance(x, nnx.State)
+        if isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State)):
+            return not isinstance(x, nnx.State)
     structure = jax.tree.structure(x)  # it has the classes of all nodes, and is made without Python
     if structure not in _GRAPHS:
-        kinds = nnx.Pytree, nnx.Variable, nnx.State
-        leaves = jax.tree.leaves(x, is_leaf=lambda x: isinstance(x, kinds))
-        _GRAPHS[structure] = any(isinstance(x, kinds[:2]) for x in leaves)
+        _GRAPHS[structure] = has_flax(x) and _has_graph(x)
     return _GRAPHS[structure]
+
+
+def _has_graph(tree: Any) -> bool:
+    from flax import nnx
+
+    kinds = nnx.Pytree, nnx.Variable, nnx.State
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
+    return any(isinstance(x, kinds[:2]) for x in leaves)
 
 
 def updating(values: Any) -> contextlib.AbstractContextManager[Any]:
@@ -105,12 +112,12 @@ def variables(node: Any) -> list[tuple[Any, Holder]]:
 
 def is_boxed(x: Any) -> bool:
     """True for a variable of which each worker was given its own, as in a box."""
-    return flax_in_use() and hasattr(x, "get_metadata") and _BOX in x.get_metadata()
+    return is_of_flax(x) and hasattr(x, "get_metadata") and _BOX in x.get_metadata()
 
 
 def is_own(x: Any, workers: Workers) -> bool:
     """True for a variable whose first dimension is that of the workers, by its names."""
-    if not flax_in_use():
+    if not is_of_flax(x):
         return False
     from flax import nnx
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import optax
 
-from lioncub_jax.mesh.specs import flax_in_use
+from lioncub_jax.mesh.specs import is_of_flax
 from lioncub_jax.training import loss as losses
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def from_nnx(
 
 def check_split(params: optax.Params) -> None:
     """Raises ``TypeError`` for a module of flax where a tree of parameters is wanted."""
-    if not flax_in_use():
+    if not is_of_flax(params):
         return
     from flax import linen, nnx
 

@@ -12,7 +12,7 @@ from lioncub_jax.exchange.mapped import Holder, MappedTransform
 from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.hosts import check_same, is_key, is_raw_key, put
 from lioncub_jax.mesh.placement import Workers, check_real, check_workers
-from lioncub_jax.mesh.specs import Specs, axes_of, product, spec_of, specs_of
+from lioncub_jax.mesh.specs import Specs, spec_of, specs_of
 from lioncub_jax.training.modules import check_split
 from lioncub_jax.training.own import copied_to_each, strong
 from lioncub_jax.training.worker import check_local_steps, per_worker_state
@@ -193,37 +193,16 @@ def check_state(
     workers: Workers,
     state: StepState,
 ) -> None:
-    """Raises ``ValueError`` for the state of another optimizer, of local steps too, or of other workers."""
+    """Raises ``ValueError`` for the state of another optimizer, of local steps too."""
     specs = workers.param_specs(state.params, jax.tree.map(spec_of, state.params))
     for name, one in (("opt_state", tx), ("local_state", per_worker_state(local, workers))):
         layout = MappedTransform(one, workers).layout(state.params, specs)
-        check_layout(getattr(state, name), layout.specs, workers, name)
-
-
-def check_layout(
-    state: optax.OptState,
-    specs: Specs,
-    workers: Workers,
-    name: str,
-) -> None:
-    """Raises ``ValueError`` for the state of another optimizer, or of other workers."""
-    advice = (
-        "make the state by init_state or init of this optimizer, with the same parameters and workers, and "
-        "the same local optimizer or none; moments of another go on by lioncub_jax.checkpoint.carry_over"
-    )
-    structure: Any = jax.tree.structure(specs)
-    try:
-        parts = structure.flatten_up_to(state)
-    except ValueError as error:
-        raise ValueError(f"the {name} is not one of this optimizer: {advice}") from error
-    for spec, part in zip(jax.tree.leaves(specs), parts, strict=True):
-        if not workers.stacks(spec):
-            continue
-        # A slice that is the same for all owners differs over the devices of a group only.
-        holders = product(workers.mesh.shape, axes_of(spec[0]))
-        for x in jax.tree.leaves(part):
-            if jnp.shape(x)[:1] != (holders,):
-                raise ValueError(
-                    f"the {name} has an array of shape {jnp.shape(x)} where {holders} workers have "
-                    f"one each: {advice}"
-                )
+        structure: Any = jax.tree.structure(layout.specs)
+        try:
+            structure.flatten_up_to(getattr(state, name))
+        except ValueError as error:
+            raise ValueError(
+                f"the {name} is not one of this optimizer: make the state by init_state or init of this "
+                "optimizer, with the same parameters and workers, and the same local optimizer or none; "
+                "moments of another go on by lioncub_jax.checkpoint.carry_over"
+            ) from error
