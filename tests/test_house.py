@@ -258,33 +258,3 @@ def test_every_promise_of_a_page_has_a_test_that_make_test_runs(page, least):
         above, found, _ = text.partition(f"\ndef {test}(")
         assert found, f"{file}::{test}"
         assert not above.endswith("@pytest.mark.long"), f"{file}::{test} is long"
-
-
-# --- Pages: code, tables and comments are no prose. A piece of code in a sentence counts as a word. A
-# sentence also ends at a list item, and before a list or a block of code.
-
-MOST = 25  # words
-_NO_PROSE = re.compile(r"^(`{3,}|:{3,}).*?^\1|<!--.*?-->|^---\n.*?^---\n", re.M | re.S)
-_BREAK = re.compile(r"\n\s*\n|^#.*$|^ *\|.*$|^ *[*-] |^ *\d+\. |^ {4}.*$", re.M)
-_END = re.compile(r"""(?<=[.!?])[*)"”]*\s+(?=[A-Z`*\[("\d])""")
-
-
-def sentences(text):
-    """Each sentence of a page in Markdown, with ``c`` for code."""
-    for block in _BREAK.split(_NO_PROSE.sub("\n\n", text)):
-        words = " ".join((block or "").split())
-        words = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "`c`", words))
-        yield from filter(None, _END.split(words))
-
-
-def test_sentences_of_pages_are_short():
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
-    found = [(path, one) for path in pages for one in sentences(path.read_text())]
-    assert [(path, one) for path, one in found if len(one.split()) > MOST] == []
-
-
-def test_a_sentence_ends_where_a_reader_sees_its_end():
-    text = "# A\nOne `a b` two. **Three.** Four\n\n* five\n* six\n\n| a | b |\n\n"
-    text += "```\ncode here\n```\nseven [eight](x y z)"
-    ends = ["One `c` two.", "**Three.", "Four", "five", "six", "seven [eight]"]
-    assert list(sentences(text)) == ends
