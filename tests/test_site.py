@@ -64,7 +64,7 @@ def test_the_front_page_has_what_a_newcomer_needs_and_leads_to_the_project(page)
     assert article.locator("img").first.evaluate("image => image.naturalWidth") > 300
     assert article.locator("table").first.get_by_role("row").count() > 4
     assert "pip install" in article.inner_text()
-    assert "+workers = lc.Workers" in article.locator(".highlight-diff").inner_text()
+    assert "lc.map_step(train_step" in article.locator(".highlight-python").first.inner_text()
     for title in "Changelog", "Contributing":
         page.locator(".bd-sidebar").get_by_role("link", name=title).click()
         assert page.locator("article h1").inner_text().startswith(title)

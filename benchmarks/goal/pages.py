@@ -221,7 +221,7 @@ def sooner(timed: list[Cell]) -> str:
         _, other, ratio = speedup(cell.times())
         if ratio and ratio < 1 and other in TORCH:
             lines.append(f"{cell.tokens:,} tokens, {cell.network}: {1 / ratio:.1f} times")
-    page = "docs/reports/benchmarks.md#time-to-loss"
+    page = "../reports/benchmarks.md#time-to-loss"
     return (
         "PyTorch computes this model faster on a CPU. "
         f"In the [lab]({page}) it was sooner at the loss with {'; '.join(lines)}.\n"

@@ -7,6 +7,7 @@ tokens, where it comes to the loss of a method. Differences are those of `paired
 
 import math
 import statistics
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -60,7 +61,7 @@ class Study:
         """The text of each place on the page."""
         return {
             "learnt": self.learnt(),
-            "losses": f"{README}{self.by_method({name: OURS[name] for name in FIRST})}\n",
+            "losses": self.outcome(),
             "lengths": self.losses(COLUMNS),
             "batches": self.losses(SHORT),
             "tokens to a loss": self.tokens_to_a_loss(),
@@ -262,6 +263,20 @@ class Study:
             for n, (about, (lead, text)) in enumerate(sentences.items(), 1)
         )
 
+    def outcome(self) -> str:
+        """One sentence for a first page: the last losses of ours, less that of float32 AdamW."""
+        known = [
+            f"by {difference.value:+.3f} ± {difference.error:.3f} with `{says}`, which sends "
+            f"{pages.bits(name, WORKERS):.2g} bits"
+            for name, says in FIRST.items()
+            if (difference := self.cell(NOISY).behind(name))
+        ]
+        said = (
+            f"After {NOISY.steps:,} steps the loss differs from that of float32 AdamW, in bits per byte, "
+            f"{', and '.join(known)}. Float32 AdamW sends {pages.bits(BASE, WORKERS):.0f} bits for a parameter."
+        )
+        return textwrap.fill(said, 118) + "\n"
+
     def by_steps(self, name: str, settings: Iterable[Key], other: str = BASE) -> str:
         """Differences to another method in each setting where both ran; a sentence, or nothing."""
         known = [
@@ -285,8 +300,7 @@ OURS = {
     "vote-2-bits": "`lion_cub` with 2 bits up", "vote": "`lion_cub`",
 }  # fmt: skip
 OTHERS = {"powersgd-16": "PowerSGD of rank 16", "one-bit-adam": "1-bit Adam"}
-FIRST = "owner-adamw", "vote"  # on the first page
-README = "Losses after 1,024 steps of 256 tokens, less that of float32 AdamW, in bits per byte:"
+FIRST = {"owner-adamw": "owner_adamw", "owner-muon": "owner_muon", "vote": "lion_cub"}
 EXCHANGES = {
     "adamw-micro-4": "AdamW with 4 micro-steps", "adamw-micro-16": "With 16",
     "vote-micro-4": "`lion_cub` with 4", "vote-micro-16": "With 16",
