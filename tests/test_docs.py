@@ -47,7 +47,7 @@ def test_the_map_of_the_house_names_files_that_are_there():
 
 def test_the_readme_is_short_but_for_its_tables():
     text = (ROOT / "README.md").read_text()
-    text = re.sub(r"^<!-- plan -->\n```.*?^```\n|^\|.*\n", "", text, flags=re.S | re.M)
+    text = re.sub(r"^<!-- plan -->\n```.*?^```\n|^\|[^\n]*\n", "", text, flags=re.S | re.M)
     lines = text.splitlines()
     assert len(lines) <= 90 and max(map(len, lines)) <= 120
 
