@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import sys
 from pathlib import Path
 
 import flax.linen as nn
@@ -21,7 +22,8 @@ TRAINERS = ROOT / "examples" / "trainers"
 PAGES = ROOT / "docs/how_to"
 DOCUMENT = (PAGES / "trainer.md").read_text() + (PAGES / "pipeline.md").read_text()
 SHOWN = dict(re.findall(r"<!-- drop-in: (\w+) -->\n```diff\n(.*?)```", DOCUMENT, re.DOTALL))
-SNIPPETS = re.findall(r"<!-- snippet: (\w+) -->", DOCUMENT)
+INNER = ROOT / "examples" / "inner_axes"
+PROGRAMS = sorted(path.stem for path in INNER.glob("*.py") if path.stem != "common")
 STYLES = sorted(path.stem for path in TRAINERS.glob("*.py") if path.stem != "common")
 DIFFS = re.findall(r"<!-- snippet: (\w+) -->\n```diff", DOCUMENT)
 NEEDS = {"equinox_filter": "equinox", "haiku_rnn": "haiku", "keras_stateless": "keras"}
@@ -85,7 +87,7 @@ def is_packed(found, name):
 
 
 def test_every_trainer_is_shown():
-    assert sorted(SHOWN) == STYLES and len(STYLES) >= 6 and len(SNIPPETS) >= 5
+    assert sorted(SHOWN) == STYLES and len(STYLES) >= 6 and len(PROGRAMS) >= 5
 
 
 # With statistics of a model; all others in whole for a release.
@@ -122,10 +124,14 @@ def side_of(diff, sign):
 
 
 def run_snippet(name, changes, sign="+"):
-    """A snippet of the page for some steps, on a text in windows of nine bytes."""
+    """A program with inner axes, or a diff of the page, for some steps on windows of nine bytes."""
     text = np.frombuffer(Path(re.__file__).read_bytes(), np.uint8).astype(np.int32)
     windows = np.lib.stride_tricks.sliding_window_view(text, 9)[:128]
-    names, source = {"windows": windows}, block("how_to/trainer.md", f"snippet: {name}")
+    names = {"windows": windows}
+    if name in DIFFS:
+        source = block("how_to/trainer.md", f"snippet: {name}")
+    else:
+        source = (INNER / f"{name}.py").read_text()
     for old, new in changes.items():
         source = re.sub(old, new, source)
     source = side_of(source, sign) if source.startswith("+") else source
@@ -138,9 +144,12 @@ def run_snippet(name, changes, sign="+"):
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer"), [("explicit", "owner_adamw"), *((x, "lion_cub") for x in SNIPPETS)]
+    ("name", "optimizer"),
+    [("explicit", "owner_adamw"), *((x, "lion_cub") for x in (*PROGRAMS, *DIFFS))],
 )
-def test_a_snippet_learns_and_integers_alone_cross_the_workers_axis(name, optimizer):
+def test_a_snippet_learns_and_integers_alone_cross_the_workers_axis(name, optimizer, monkeypatch):
+    monkeypatch.syspath_prepend(str(INNER))
+    monkeypatch.delitem(sys.modules, "common", raising=False)
     losses, found, state = run_snippet(name, {"lion_cub": optimizer})
     assert is_packed(found, name) and losses[-1] < losses[0] - NOISE
     if name in DIFFS:
