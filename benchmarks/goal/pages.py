@@ -188,15 +188,12 @@ def bits(name: str, workers: int) -> float:
 
 
 def seconds(timed: list[Cell]) -> str:
-    """Milliseconds of a step in the lab, and seconds to the loss."""
+    """Seconds to the loss in the lab."""
     lines: dict[str, list[str]] = {name: [] for cell in timed for name in (*cell.times(), NOTHING)}
     for cell in timed:
         took = cell.times() | {NOTHING: cell.limit()}
         for name, line in lines.items():
-            stages = [s for (n, _), s in cell.seconds.items() if n == name]
-            steps = " and ".join(f"{1e3 * s:.0f}" for s in stages)
-            whole = f", {took[name]:.1f} s" if name in took else ""
-            line.append(f"{steps} ms" * bool(steps) + whole)
+            line.append(f"{took[name]:.1f}" if name in took else "")
     last = ["JAX, no communication", *lines.pop(NOTHING)]
     some = [[f"`{code_of(name)}`", *line] for name, line in lines.items()]
     return report.markdown(["method", *map(str, timed)], [*some, last])

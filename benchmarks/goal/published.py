@@ -122,15 +122,17 @@ def measured() -> str:
 
 
 def table() -> str:
-    """A line for each row, and the errors."""
-    ways = predicted, blindly, by_nominal
+    """A line for each kind of network, and one for all: median and largest errors."""
+    counted = [row for row in rows() if row["counted"]]
+    kinds = {kind: [row for row in counted if row["kind"] == kind] for kind in SHARES}
     lines = []
-    for row in rows():
-        seconds = row["seconds"], *(predict(row) for predict in ways)
-        name = row["setting"] + " (not counted)" * (not row["counted"])
-        lines.append([name, *(f"{1e3 * x:,.0f} ms" for x in seconds)])
-    found = [errors(predict) for predict in ways]
-    lines.append(["median error", "", *(f"{middle:.2f} times" for middle, _ in found)])
-    lines.append(["largest error", "", *(f"{most:.2f} times" for _, most in found)])
-    head = ["setting", "published", "predicted", "blindly", "by the nominal rate"]
+    for kind, some in (*kinds.items(), ("all", counted)):
+        if some:
+            found = [
+                factors([row | {"predicted": predict(row)} for row in some])
+                for predict in (predicted, blindly, by_nominal)
+            ]
+            texts = [f"{middle:.2f}, {most:.2f}" for middle, most in found]
+            lines.append([kind, f"{len(some)}", *texts])
+    head = ["network", "published times", "predicted", "blindly", "by the nominal rate"]
     return report.markdown(head, lines)

@@ -40,8 +40,7 @@ SHORT = {
     Key(data, tokens, workers, WIDTH, STEPS): f"{tokens:,} tokens, {workers} workers"
     + f", data {data}" * (data != "alike")
     for data, tokens, workers in (
-        ("alike", 32, 4), ("alike", 32, 8), ("alike", 32, 32), ("alike", 256, 4), ("alike", 256, 8),
-        ("alike", 2048, 4), ("different", 256, 8),
+        ("alike", 32, 8), ("alike", 32, 32), ("alike", 2048, 4), ("different", 256, 8),
     )
 }  # fmt: skip
 
@@ -84,31 +83,38 @@ class Study:
         return sorted(known, key=lambda name: (place(name), name))
 
     def losses(self, columns: Mapping[Key, str]) -> str:
-        """The first reading: last losses, less AdamW's, in settings by their titles."""
+        """The first reading: last losses, less AdamW's, in settings by their titles.
+
+        A column has one interval, in the last line; where a method ran with fewer seeds it stands beside.
+        """
+        cells = {key: self.cell(key) for key in columns}
+        names = [name for name in self.names() if any(name in cell.rows for cell in cells.values())]
+        usual = {key: usual_error(cell, names) for key, cell in cells.items()}
 
         def text(key: Key, name: str) -> str:
-            cell = self.cell(key)
+            cell = cells[key]
             if name not in cell.rows:
-                return "not run"
+                return ""
             if name not in cell.losses:
                 return "diverged"
             if name == BASE:
                 return f"{cell.pooled.means[BASE]:.3f}"
             difference = cell.behind(name)
-            return difference.text() if difference else ""
+            if difference is None:
+                return ""
+            if difference.error is None or rounded(difference.error) != usual[key]:
+                return difference.text()
+            return f"{difference.value:+.3f}{'*' * (abs(difference.value) <= difference.error)}"
 
-        head = ["method", "whose", "bits", *columns.values()]
         lines = [
             [
-                f"`{pages.code_of(name)}`",
-                "ours" if pages.ours(name) else "others'",
-                f"{pages.bits(name, WORKERS):.2f}",
+                f"`{pages.code_of(name)}`", f"{pages.bits(name, WORKERS):.2f}",
                 *(text(key, name) for key in columns),
             ]
-            for name in self.names()
-            if any(name in self.cell(key).rows for key in columns)
-        ]
-        return report.markdown(head, lines)
+            for name in names
+        ]  # fmt: skip
+        last = ["±", "", *("" if usual[key] is None else f"{usual[key]:.3f}" for key in columns)]
+        return report.markdown(["method", "bits", *columns.values()], [*lines, last])
 
     def tokens_to_a_loss(self) -> str:
         """The second reading: tokens over those of AdamW to the same loss."""
@@ -138,9 +144,9 @@ class Study:
             if name in chosen:
                 h = hyper_of(chosen[name][0])
                 rate, decay = f"{h.rate / adamw.rate:.2g}", f"{h.decay / adamw.decay:.2g}"
-                seeds, betas = str(len(chosen[name])), f"{h.b1:g}, {h.b2:g}"
-                lines.append([f"`{pages.code_of(name)}`", seeds, rate, decay, betas])
-        return report.markdown(["method", "seeds", "rate", "decay", "betas"], lines)
+                betas = f"{h.b1:g}, {h.b2:g}"
+                lines.append([f"`{pages.code_of(name)}`", rate, decay, betas])
+        return report.markdown(["method", "rate", "decay", "betas"], lines)
 
     def reason(self) -> str:
         """Votes with one part changed, less float32 Lion, whose rate, betas and decay they have."""
@@ -319,6 +325,16 @@ PARTS = {
     "different": "data that differ",
 }  # fmt: skip
 OCTAVE = 12**-0.5  # error of a best rate that is known to an octave, as a logarithm to base 2
+
+
+def usual_error(cell: Cell, names: Iterable[str]) -> float | None:
+    """The error of most differences of a cell to AdamW, rounded as pages have it."""
+    found = [difference for name in names if name != BASE and (difference := cell.behind(name))]
+    return statistics.mode([rounded(one.error) for one in found]) if found else None
+
+
+def rounded(error: float | None) -> float | None:
+    return None if error is None else round(error, 3)
 
 
 def mean_of(rows: Rows, what: str) -> str:

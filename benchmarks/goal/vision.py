@@ -107,15 +107,14 @@ class Tables:
         return report.markdown(["method", *settings], lines)
 
     def agreement(self, name: str, numbers: Collection[int]) -> str:
-        """By layer and number of workers: how often averaging and majority have the same sign."""
+        """By number of workers, from the least layer to the most: how often mean and majority agree in sign."""
         lines = []
         for workers in numbers:
-            rows = self._rows[workers, "alike"].get(name, [])
-            for layer in rows[0]["agree"] if rows else ():
-                agree = [_mean(rows, "agree", layer, point) for point in POINT.values()]
-                last = [_mean(rows, what, layer, -1) for what in ("tie", "size")]
-                lines.append([layer, str(workers), *(f"{x:.2f}" for x in (*agree, *last))])
-        head = ["layer", "workers", *POINT, "ties at the end", "size of the mean vote"]
+            if rows := self._rows[workers, "alike"].get(name, []):
+                at = [("agree", point) for point in POINT.values()] + [("tie", -1), ("size", -1)]
+                shares = [[_mean(rows, what, x, n) for x in rows[0]["agree"]] for what, n in at]
+                lines.append([str(workers), *(f"{min(x):.2f} to {max(x):.2f}" for x in shares)])
+        head = ["workers", *POINT, "ties at the end", "size of the mean vote"]
         return report.markdown(head, lines) if lines else "Not run yet.\n"
 
 
