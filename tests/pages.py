@@ -1,8 +1,10 @@
 """The code blocks of pages: a comment above each says who runs it, or ``not run:`` and why.
 
-As a program it prints what a notebook among the pages runs: ``python tests/pages.py start/tutorial.md``.
+As a program it prints what a notebook among the pages runs, ``python tests/pages.py start/tutorial.md``, or
+the notebook itself, with ``--notebook`` in front.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -47,6 +49,29 @@ def cells(page):
     return "\n".join(re.sub(r"\A(---\n.*?\n---\n|:.*?\n)", "", x, flags=re.S) for x in found)
 
 
+def notebook(page):
+    """A page that is a notebook, as Jupyter has it, with links from the folder of examples."""
+    text = re.sub(
+        r"\A---\n.*?\n---\n|^<!-- .* -->\n",
+        "",
+        (ROOT / "docs" / page).read_text(),
+        flags=re.S | re.M,
+    )
+    made = []
+    for n, part in enumerate(
+        re.split(r"^```\{code-cell\}[^\n]*\n(.*?)^```$", text, flags=re.M | re.S)
+    ):
+        if n % 2:
+            part = re.sub(r"\A(---\n.*?\n---\n|:.*?\n)", "", part, flags=re.S)
+        if part.strip():
+            cell = {"cell_type": "code" if n % 2 else "markdown", "id": f"cell-{n}", "metadata": {}}
+            source = part.strip("\n") if n % 2 else part.strip().replace("](../", "](../docs/")
+            cell |= {"source": source.splitlines(keepends=True)}
+            made.append(cell | ({"execution_count": None, "outputs": []} if n % 2 else {}))
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    return {"cells": made, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
+
+
 def run_commands(code, folder):
     """What each line says, one after the other; it begins with a dollar and must end well."""
     for name in ("examples", "benchmarks"):
@@ -67,4 +92,4 @@ def run_commands(code, folder):
 
 
 if __name__ == "__main__":
-    print(cells(sys.argv[1]))
+    print(json.dumps(notebook(sys.argv[2]), indent=1) if len(sys.argv) > 2 else cells(sys.argv[1]))

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import run_python
-from pages import ROOT, applied, block
+from pages import ROOT, applied, block, cells, notebook
 
 import lioncub_jax as lc
 
@@ -115,6 +115,35 @@ def test_a_cnn_by_votes_is_as_good_as_by_plain_optax_on_one_device(
     saved = flax.serialization.msgpack_restore((tmp_path / "votes/best.msgpack").read_bytes())
     means = [x.shape for path, x in jax.tree.leaves_with_path(saved) if path[-1].key == "mean"]
     assert sorted(means) == [(16,), (32,)]  # of all workers
+
+
+# --- A transformer by Muon, and a vision transformer
+
+
+@pytest.mark.parametrize(("name", "share"), [("transformer", 8), ("vit", 8)])
+def test_transformers_learn_send_few_bytes_and_draw_their_loss(name, share, tmp_path):
+    code, steps = (EXAMPLES / f"{name}.py").read_text(), 40
+    code, found = re.subn(r"^(STEPS\b[^=]* = )\d+", rf"\g<1>{steps}", code, flags=re.M)
+    assert found == 1
+    (tmp_path / f"{name}.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, f"{name}.py"], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    before, after = re.search(r"loss ([\d.]+) before, ([\d.]+) after 40", done.stdout).groups()
+    assert float(after) < 0.8 * float(before)
+    sent, float32 = re.search(r"sends (\d+) kB .* are (\d+) kB", done.stdout).groups()
+    assert int(sent) < int(float32) / share
+    assert (tmp_path / f"runs/{name}.png").stat().st_size > 5000
+
+
+def test_the_notebook_is_the_tutorial():
+    """If not: python tests/pages.py --notebook start/tutorial.md > examples/tutorial.ipynb."""
+    kept = json.loads((EXAMPLES / "tutorial.ipynb").read_text())
+    assert kept == notebook("start/tutorial.md")
+    code = ["".join(cell["source"]) for cell in kept["cells"] if cell["cell_type"] == "code"]
+    assert "\n".join(code).split() == cells("start/tutorial.md").split()
 
 
 # --- The smallest run

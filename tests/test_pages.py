@@ -126,7 +126,6 @@ BEFORE = {
         '"frozen": optax': "plain = params",
         "sharpness_aware": "params = plain",
     },
-    "how_to/images.md": {},
     "how_to/mixed_precision.md": {"class Master(": "from typing import NamedTuple"},
     "how_to/profile.md": {},
     "how_to/spot.md": {},
