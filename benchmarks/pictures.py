@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from lioncub_jax.tools import plan as planner
-from lioncub_jax.tools.plan import evidence, verdict
+from lioncub_jax.tools.plan import verdict
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 NAME = "time_to_loss.png"
@@ -107,7 +107,9 @@ def draw(numbers: dict[str, Any]) -> Figure:
     axis.set_yticks(Y, [f"{y} time{'s' * (y > 1)}" for y in Y])
     axis.minorticks_off()
     axis.set_title("Training time to the same loss (1 time: the network costs nothing)", loc="left")
-    axis.set_xlabel("On your network an all-reduce of float32 gradients takes ... as computing a step.")
+    axis.set_xlabel(
+        "On your network an all-reduce of float32 gradients takes ... as computing a step."
+    )
     return figure
 
 

@@ -19,6 +19,7 @@ from pages import ROOT
 import lioncub_jax as lc
 from lioncub_jax.tools import cli
 from lioncub_jax.tools import plan as planner
+from lioncub_jax.tools.plan import picture
 
 MODELS = """
 import jax, jax.numpy as jnp, numpy as np
@@ -249,6 +250,48 @@ def test_the_documentation_shows_what_is_printed(said, page):
     block = re.search(r"<!-- plan -->\n```console\n\$ lioncub (.*?)```", text, re.S)
     command, *lines = block[1].splitlines()
     assert lines and " ".join(lines).split() == said(command).split()
+
+
+# --- The picture
+
+
+def test_a_plan_is_drawn_with_the_times_of_its_rows(tmp_path, capsys):
+    argv = "plan --model 124M --workers 8 --bandwidth 1gbit,10gbit --compute 150ms --tokens-per-worker 2048"
+    cli.main([*argv.split(), "--plot", str(tmp_path / "plan.png")])
+    assert (tmp_path / "plan.png").stat().st_size > 10_000 and capsys.readouterr().out
+    at = planner.Cluster(8, planner.Link(1e9))
+    one = planner.plan(124_000_000, at, 0.15, tokens=2048)
+    found = picture.lines(one, [1e9])
+    numbers = one.numbers()["methods"]
+    vote = numbers["vote"]
+    assert found["lion_cub"] == [pytest.approx(vote["tokens"] * vote["seconds"] / 0.15)]
+    means = [
+        x for name, x in numbers.items() if one.rows[name].scheme.kind == "mean" and x["tokens"]
+    ]
+    best = min(x["tokens"] * x["seconds"] for x in means)
+    assert found[picture.MEAN] == [pytest.approx(best / 0.15)]
+    assert "one worker alone" not in found
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--cluster 8x4090-10g --plot {tmp}/plan.nothing", "such as plan.png"),
+        (
+            "--measured {tmp}/probe.json --workers 2 --plot {tmp}/plan.png",
+            "give --bandwidth or --cluster",
+        ),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused(argv, words, tmp_path, capsys):
+    ops = "all-reduce", "all-reduce bfloat16", "all-to-all", "all-gather", "reduce-scatter"
+    seconds = {op: [[1.0, 1e-3], [1e6, 1e-2]] for op in ops}
+    measured = planner.Measured(2, seconds, 8e11)._asdict()
+    (tmp_path / "probe.json").write_text(json.dumps(measured))
+    given = "plan --model 1M --compute 10ms --tokens-per-worker 2048 " + argv.format(tmp=tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(given.split())
+    assert words in capsys.readouterr().err
 
 
 # --- The process

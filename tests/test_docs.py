@@ -9,7 +9,7 @@ from conftest import run_python
 from pages import ROOT, cells
 
 import lioncub_jax as lc
-from lioncub_jax.tools import cli, plan, probe
+from lioncub_jax.tools import plan, probe
 
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("*.md")])
 API = "".join(page.read_text() for page in ROOT.glob("docs/reference/api/*.md"))
@@ -145,14 +145,3 @@ def test_the_tutorial_runs_counts_bytes_and_comes_close_to_float32(steps, nats):
     assert found["owner_adamw"][0] < 1.1 * found["AdamW"][0] < nats
     assert found["owner_adamw"][1] > 11 and found["lion_cub"][1] > 29
     assert "votes/agreement" in done.stdout and "Do not use this" in done.stdout
-
-
-@pytest.mark.parametrize("command", ["plan", "probe", "bytes"])
-def test_the_page_of_commands_shows_their_help(command, capsys, monkeypatch):
-    page = (ROOT / "docs/reference/commands.md").read_text()
-    monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit, match="0"):
-        cli.main([*command.split(), "--help"])
-    shown = capsys.readouterr().out
-    wanted = f"<!-- run: help -->\n```text\n$ lioncub {command} --help\n{shown}```"
-    assert wanted in page, f"paste this under '## lioncub {command}':\n{wanted}"

@@ -279,7 +279,8 @@ class Study:
         ]
         said = (
             f"After {NOISY.steps:,} steps the loss differs from that of float32 AdamW, in bits per byte, "
-            f"{', and '.join(known)}. Float32 AdamW sends {pages.bits(BASE, WORKERS):.0f} bits for a parameter."
+            f"{', and '.join(known)}. Float32 AdamW sends {pages.bits(BASE, WORKERS):.0f} bits for a "
+            "parameter."
         )
         return textwrap.fill(said, 118) + "\n"
 

@@ -107,7 +107,7 @@ class Tables:
         return report.markdown(["method", *settings], lines)
 
     def agreement(self, name: str, numbers: Collection[int]) -> str:
-        """By number of workers, from the least layer to the most: how often mean and majority agree in sign."""
+        """By number of workers, from the least layer to the most: how often mean and majority agree."""
         lines = []
         for workers in numbers:
             if rows := self._rows[workers, "alike"].get(name, []):

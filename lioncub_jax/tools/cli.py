@@ -21,7 +21,7 @@ import lioncub_jax as lc
 from lioncub_jax.audit import compiled, units, watch
 from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools import probe as prober
-from lioncub_jax.tools.plan import CLUSTERS, Cluster, Link, Measured
+from lioncub_jax.tools.plan import CLUSTERS, Cluster, Link, Measured, picture
 
 PIPE_WIDTH = 200  # a pipe has no width of its own; the 80 of rich would fold lines
 
@@ -70,6 +70,7 @@ TOKENS = """that ONE worker, with all of its devices, sees in a step: its batch 
 patches of an image; more of them are less noise, which decides more than the network does"""
 DATA = "what the workers see: the same kind, or classes or texts of their own (alike)"
 NETWORK = "kind of the links, which decides the share of their rate that they reach (tcp)"
+PLOT = "a picture to draw: the time to the loss against the bandwidth, such as plan.png"
 STEP = """MODULE:NAME of a function of a lioncub_jax.Workers that returns (step, state, batch), where step
 is of make_train_step and an optimizer in global_gradients; called for all workers, and for one"""
 TARGET = """MODULE:NAME of a function without arguments that returns (program, mesh): a step that is
@@ -108,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     of_plan("--latency", type=units.seconds, help="one way: half of what ping says (50us)")
     of_plan("--devices-per-worker", type=units.count, dest="group_size", help=DEVICES)
     of_plan("--on-cpu", action="store_true", help="JAX on CPUs")
+    of_plan("--plot", type=Path, metavar="FILE", help=PLOT)
     of_plan("--json", action="store_true", help="print numbers; null is what is not known")
     of_probe = _command(commands, "probe", _probe, PROBE)
     of_probe("--step", help=STEP)
@@ -148,6 +150,8 @@ def _plan(args: argparse.Namespace) -> None:
     link, how = replace(at.link, **given("latency", "kind")), given("tokens", "data", "memory")
     links = [replace(link, bandwidth=rate) for rate in args.rates or [link.bandwidth]]
     plans = [planner.plan(args.model, replace(at, link=x), args.compute, **how) for x in links]
+    if args.plot:
+        picture.draw(plans, args.plot)
     if args.json:
         print(json.dumps([one.numbers() for one in plans], indent=2))
     else:
