@@ -15,7 +15,7 @@ be read and written, once each, at the rate of a copy in the same run.
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,19 +26,10 @@ import report
 
 import lioncub_jax as lc
 from lioncub_jax import optimizers
-from lioncub_jax.exchange import decide, layout, transform, wires
+from lioncub_jax.exchange import decide, transform, wires
 from lioncub_jax.exchange.at_owner import AtOwner
 from lioncub_jax.exchange.bits import ROW
-from lioncub_jax.exchange.layout import BucketLayout
-from lioncub_jax.exchange.plan import (
-    BucketPlan,
-    Exchange,
-    WorkerPlan,
-    bucket_leaves,
-    deal_of,
-    format_of,
-    sizes_of_part,
-)
+from lioncub_jax.exchange.plan import Exchange, Plan, make_plan
 from lioncub_jax.exchange.wires import pack_message, unpack_message
 
 WORKERS = 8
@@ -93,45 +84,37 @@ def voting(params: Any, **parts: Any) -> Candidate:
     )  # fmt: skip
     state = lc.communicate(workers="data", momentum=rule).init(params)
     leaves = jax.tree.leaves(params)
-    shared, buckets = bucket_leaves(exchange, leaves, [()] * len(leaves), WORKERS, 1)
+    plan = make_plan(exchange, leaves, WORKERS, devices=1)
+    shared, buckets = plan.shared, [bucket.layout for bucket in plan.buckets]
     parts = [jnp.zeros((x.rows_per_chunk, ROW)) for x in shared] if shared else params
     error = transform.zero_errors(codec, parts)
     if shared:  # whole matrices are dealt
         state = state._replace(mu=transform.flats([None] * len(shared), shared))
         error = transform.flats(error, shared)
     state = state._replace(error=error)
-    dealt = [deal_of(bucket, shared) for bucket in buckets]
     if decision.has_state:
-        chunks = [jnp.zeros((b.rows_per_chunk, ROW)) for b in buckets]
-        held = [decision.init(*chunk) for chunk in zip(chunks, dealt, strict=True)]
+        held = []
+        for bucket in plan.buckets:
+            chunk = jnp.zeros((bucket.layout.rows_per_chunk, ROW))
+            held.append(decision.init(chunk, bucket.deal))
         state = state._replace(owner=transform.flats(held, buckets))
 
     def step(params, state, grads):
-        here, sizes = [], [None] * len(leaves)
-        if shared:
-            sizes = [sizes_of_part(x, jnp.int32(0), True) for x in shared]
-        for bucket, deal in zip(buckets, dealt, strict=True):
-            pieces = layout.pieces(bucket, state.count)
-            fmt = format_of(exchange, bucket)
-            rows = layout.row_sizes(bucket, sizes, codec.midtread or decision.has_state)
-            here.append(BucketPlan(bucket, pieces, fmt, rows, shard=0, num_shards=1, deal=deal))
-        plan = WorkerPlan(
-            ("data",), worker=jnp.int32(0), num_workers=WORKERS, num_steps=state.count, buckets=here,
-            group_buckets=shared, row_sizes=sizes, abstains_per_bucket=False,
-        )  # fmt: skip
-        updates, state = transform.take_step(exchange, plan, grads, state, None)
+        first = jnp.int32(0)
+        here = plan.in_step(first, state.count, first, [None] * len(leaves))
+        updates, state = transform.take_step(exchange, here, grads, state, None)
         updates, _ = rest.update(updates, rest.init(params), params)
         return optax.apply_updates(params, updates), state, grads
 
-    return Candidate(jax.jit(step, donate_argnums=(0, 1, 2)), state, wire_bytes(exchange, buckets))
+    return Candidate(jax.jit(step, donate_argnums=(0, 1, 2)), state, wire_bytes(plan))
 
 
-def wire_bytes(exchange: Exchange, buckets: Sequence[BucketLayout]) -> int:
+def wire_bytes(plan: Plan) -> int:
     """Bytes of memory that sending and receiving touch: out, in, this owner's reply, all replies."""
-    formats = [format_of(exchange, bucket) for bucket in buckets]
-    return 4 * sum(
-        2 * WORKERS * fmt.message.words + (1 + WORKERS) * fmt.reply.words for fmt in formats
-    )
+    words = 0
+    for bucket in plan.buckets:
+        words += 2 * WORKERS * bucket.message.words + (1 + WORKERS) * bucket.reply.words
+    return 4 * words
 
 
 def plain(tx: optax.GradientTransformation, params: Any) -> Candidate:

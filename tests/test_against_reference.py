@@ -19,7 +19,7 @@ from conftest import AXIS, FLAGS, assert_same, nobody, run_workers, scanned
 from oracle import coding, lion
 
 import lioncub_jax as lc
-from lioncub_jax.baselines.terngrad import Total
+from lioncub_jax.baselines.terngrad import total
 
 # Sizes around the edges of bytes, words and rows, a tree for each number of workers. Three workers own a
 # block and two rows each, eight two rows.
@@ -131,7 +131,7 @@ REPLIES = {
     "ternary": (D.ternary(), lion.ternary_sum),
     "sign": (D.sign(), lion.majority),
     "values": (D.values(), lambda update, moves, coins: update),
-    "total": (Total(), lambda margin, reach, coins: margin),
+    "total": (total(), lambda margin, reach, coins: margin),
 } | {f"codes({p})": (D.codes(p), p) for p in (1, 2, 3, 4)}
 
 

@@ -32,12 +32,10 @@ def encode(quantizer, x, step, worker, *, workers):
     (piece,) = bucket.pieces
     rows = layout.piece_to_rows(layout.join_piece([x], piece), piece)
     sizes = layout.row_sizes(bucket, [None])
-    here = plan.BucketPlan(bucket, [piece], None, sizes, shard=0, num_shards=1)
-    worker_plan = plan.WorkerPlan(
-        (), worker=worker, num_workers=workers, num_steps=step, buckets=[here], group_buckets=(),
-        row_sizes=[None], abstains_per_bucket=False,
-    )  # fmt: skip
-    (context,) = encode_contexts(codec, worker_plan, here, [rows])
+    fmt = plan.message_format(codec, bucket)
+    here = plan.BucketPlan(bucket, fmt, fmt, 1, None, [piece], sizes)
+    own = plan.Plan((), (), workers, (here,), (), False, False, worker, step, [None])
+    (context,) = encode_contexts(codec, own, here, [rows])
     message = codec.encode(rows, context)
     parts = context.in_chunks(rows)
     planes = [x.reshape(len(parts), -1) for x in message.planes]

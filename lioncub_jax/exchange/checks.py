@@ -171,6 +171,35 @@ def _stand_in() -> type:
     return given[0]
 
 
+def check_update(
+    updates: optax.Updates,
+    params: optax.Params | None,
+    count: jax.Array,
+    kept: Sequence[optax.Updates],
+    axis: Axes,
+    group: Axes,
+) -> optax.Updates:
+    """The gradients as arrays; raises for what cannot be voted on.
+
+    Args:
+      updates: gradients of one worker.
+      params: the parameters, where ``update`` is given them.
+      count: ``int32[]``, steps taken before.
+      kept: trees like the gradients in the state, or with None in place of arrays.
+      axis: mesh axes of the workers.
+      group: mesh axes of the devices of one worker.
+    """
+    everyone = (*axis, *group)
+    axes.workers_on(everyone)
+    updates = check_leaves(updates)
+    check_local(updates, everyone)
+    check_state(updates, *kept)
+    if not axis:
+        warn_if_on_several_devices(updates)
+    watch_workers(updates, params, count, axis)
+    return updates
+
+
 def check_local(updates: optax.Updates, axis: Axes) -> None:
     """Raises ``ValueError`` for gradients that are, by their type, the same on every worker.
 

@@ -1,5 +1,12 @@
-"""The plan of a step: the parts of an exchange, and which rows of which leaf travel where."""
+"""The plan of a step: the parts of an exchange, and where each leaf travels.
 
+An `Exchange` has what a user has chosen. A `Plan` follows from it and from the types of the leaves:
+buckets, their formats, shards, and the places of padding. It is made once for the same types; a step reads
+its fields, and adds the arrays of this device's worker.
+"""
+
+import functools
+import math
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +18,7 @@ from lioncub_jax.exchange.layout import BucketLayout, Piece
 from lioncub_jax.exchange.matrices import Deal, Matrices
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.quantize import Codec
-from lioncub_jax.exchange.votes import Decision
+from lioncub_jax.exchange.votes import Decision, ReplyCodec
 from lioncub_jax.exchange.wires import Format, Wire
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
@@ -47,100 +54,160 @@ class Exchange(NamedTuple):
 
 
 class BucketPlan(NamedTuple):
-    """A bucket of this worker, in this step.
+    """A bucket of this worker.
 
     Attributes:
-      layout: places of its leaves; static.
-      pieces: those of ``layout``, with starts that are known at run time only, see `layout.pieces`.
+      layout: places of its leaves.
       message: format of messages about a chunk.
       reply: format of replies.
-      row_sizes: ``int32[rows]``, elements of each row that are no padding; None where all are, or where
-        padding cannot count.
-      shard: ``uint32[]``, index of the shard of the leaves on this device; 0 for whole leaves.
       num_shards: shards of each leaf.
       deal: of its rows, if whole matrices were dealt; else None.
+      pieces: those of ``layout``; in a step with starts that are known at run time only, see
+        `layout.pieces`.
+      row_sizes: in a step ``int32[rows]``, elements of each row that are no padding; None where all are, or
+        where padding cannot count.
+      shard: in a step ``uint32[]``, index of the shard of the leaves on this device; 0 for whole leaves.
     """
 
     layout: BucketLayout
-    pieces: Sequence[Piece]
     message: Format
     reply: Format
-    row_sizes: jax.Array | None
-    shard: jax.Array | int
     num_shards: int
-    deal: Deal | None = None
+    deal: Deal | None
+    pieces: Sequence[Piece]
+    row_sizes: jax.Array | None = None
+    shard: jax.Array | int = 0
 
 
-class WorkerPlan(NamedTuple):
-    """The index of this device's worker, and the places of its leaves in buckets.
+class Plan(NamedTuple):
+    """Where the leaves of a worker lie, and what is sent of them: all that types tell, made once.
 
     Attributes:
       axis: mesh axes of the workers.
-      worker: ``int32[]``, index of the worker; varies over the workers.
+      group: mesh axes of the devices of one worker.
       num_workers: W.
-      num_steps: ``int32[]``, steps taken before.
       buckets: in which its leaves travel.
-      group_buckets: in a group of devices, the buckets of whole leaves that the group shares; this device's
-        part of each is a leaf of ``buckets``. Likewise deals of whole matrices. () without either.
-      row_sizes: for each part of a group bucket ``int32[rows]``, elements that are no padding; None for a
-        leaf that is whole.
+      shared: in a group of devices, the buckets of whole leaves that the group shares; this device's part
+        of each is a leaf of ``buckets``. Likewise deals of whole matrices. () without either.
+      padding_counts: rows of nothing but padding have votes, or an owner's state.
       abstains_per_bucket: the worker abstains only from buckets with a value that is not finite.
+      worker: in a step ``int32[]``, index of the worker; varies over the workers.
+      num_steps: in a step ``int32[]``, steps taken before.
+      row_sizes: in a step for each part of a shared bucket ``int32[rows]``, elements that are no padding;
+        None for a leaf that is whole.
     """
 
     axis: Axes
-    worker: jax.Array
+    group: Axes
     num_workers: int
-    num_steps: jax.Array
-    buckets: Sequence[BucketPlan]
-    group_buckets: Sequence[BucketLayout | Deal]
-    row_sizes: Sequence[jax.Array | None]
+    buckets: tuple[BucketPlan, ...]
+    shared: tuple[BucketLayout | Deal, ...]
+    padding_counts: bool
     abstains_per_bucket: bool
+    worker: Any = None
+    num_steps: Any = None
+    row_sizes: Sequence[jax.Array | None] = ()
+
+    def in_step(
+        self,
+        worker: jax.Array,
+        num_steps: jax.Array,
+        device: jax.Array,
+        row_sizes: Sequence[jax.Array | None],
+    ) -> "Plan":
+        """The plan with the arrays of a step, on one device.
+
+        Args:
+          worker: ``int32[]``, index of the worker.
+          num_steps: ``int32[]``, steps taken before.
+          device: ``int32[]``, its index in the group.
+          row_sizes: for each leaf the sizes of its rows, if it is a part of a group's bucket already.
+        """
+        if self.shared:
+            row_sizes = [sizes_of_part(x, device, self.padding_counts) for x in self.shared]
+        buckets = []
+        for bucket in self.buckets:
+            shard, _ = axes.shard_of(bucket.layout.axes, self.axis)
+            own = bucket._replace(
+                pieces=layout.pieces(bucket.layout, num_steps),
+                row_sizes=layout.row_sizes(bucket.layout, row_sizes, self.padding_counts),
+                shard=shard,
+            )
+            buckets.append(own)
+        return self._replace(
+            buckets=tuple(buckets), worker=worker, num_steps=num_steps, row_sizes=row_sizes
+        )
 
 
-def plan_worker(
+def plan_on_device(exchange: Exchange, leaves: Sequence[Any]) -> Plan:
+    """The plan of this device's worker, whose gradients are ``leaves``, or have their shapes and types."""
+    num_workers, devices = axes.workers_on(exchange.axis), axes.workers_on(exchange.group)
+    return make_plan(exchange, leaves, num_workers, devices)
+
+
+def plan_of_step(
     exchange: Exchange,
     leaves: Sequence[Any],
     num_steps: jax.Array,
     row_sizes: Sequence[jax.Array | None] | None = None,
-) -> WorkerPlan:
-    """The plan of this device's worker; its gradients are ``leaves``, or have their shapes and types.
+) -> Plan:
+    """`plan_on_device` with the arrays of a step.
 
     ``row_sizes``: of leaves that are parts of a group's buckets already.
     """
-    num_workers, devices = axes.workers_on(exchange.axis), axes.workers_on(exchange.group)
-    over = [axes.varying_axes(x) for x in leaves]
-    group_buckets, buckets = bucket_leaves(exchange, leaves, over, num_workers, devices)
+    worker, device = axes.worker_index(exchange.axis), axes.worker_index(exchange.group)
     if row_sizes is None:
         row_sizes = [None] * len(leaves)
-    # Rows of nothing but padding have votes, or an owner's state.
+    return plan_on_device(exchange, leaves).in_step(worker, num_steps, device, row_sizes)
+
+
+def make_plan(exchange: Exchange, leaves: Sequence[Any], num_workers: int, devices: int) -> Plan:
+    """The plan for leaves of these shapes and types: made once, and then remembered.
+
+    Args:
+      exchange: the parts.
+      leaves: arrays of a device.
+      num_workers: W.
+      devices: of each worker, in a group.
+    """
+    types = tuple([(x.shape, x.dtype, tuple(sorted(axes.varying_axes(x)))) for x in leaves])
+    decision, mesh = exchange.decision, jax.sharding.get_abstract_mesh()
+    # Numbers of an exchange may be traced, so the parts without them are what is remembered.
+    nothing: Any = None
+    parts = exchange._replace(momentum_rule=nothing, decision=nothing)
+    codec = decision.reply_codec
+    return _planned(parts, codec, decision.has_state, types, num_workers, devices, mesh)
+
+
+@functools.lru_cache(maxsize=64)
+def _planned(
+    exchange: Exchange, reply_codec: ReplyCodec, has_state: bool, types: tuple[Any, ...],
+    num_workers: int, devices: int, mesh: Any,
+) -> Plan:  # fmt: skip
+    """`make_plan` by types, and by the mesh, which has the platform and the sizes of axes."""
     codec = exchange.codec
-    padding_counts = codec.midtread or exchange.decision.has_state
-    device = axes.worker_index(exchange.group)
-    if exchange.shares:
-        row_sizes = [sizes_of_part(x, device, padding_counts) for x in group_buckets]
-    bucket_plans = []
-    for bucket in buckets:
-        shard, num_shards = axes.shard_of(bucket.axes, exchange.axis)
+    leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in types]
+    shared, layouts = bucket_leaves(exchange, leaves, [x[2] for x in types], num_workers, devices)
+    buckets = []
+    for bucket in layouts:
+        deal = shared[bucket.segments[0].leaf] if shared else None
         message = message_format(codec, bucket)
-        bucket_plan = BucketPlan(
+        own = BucketPlan(
             bucket,
-            pieces=layout.pieces(bucket, num_steps),
-            message=message,
-            reply=exchange.decision.reply_codec.format(message),
-            row_sizes=layout.row_sizes(bucket, row_sizes, padding_counts),
-            shard=shard,
-            num_shards=num_shards,
-            deal=deal_of(bucket, group_buckets),
+            message,
+            reply=reply_codec.format(message),
+            num_shards=math.prod([mesh.shape[n] for n in bucket.axes if n not in exchange.axis]),
+            deal=deal if isinstance(deal, Deal) else None,
+            pieces=bucket.pieces,
         )
-        bucket_plans.append(bucket_plan)
-    return WorkerPlan(
+        buckets.append(own)
+    return Plan(
         exchange.axis,
-        worker=axes.worker_index(exchange.axis),
-        num_workers=num_workers,
-        num_steps=num_steps,
-        buckets=bucket_plans,
-        group_buckets=group_buckets,
-        row_sizes=row_sizes,
+        exchange.group,
+        num_workers,
+        tuple(buckets),
+        tuple(shared),
+        padding_counts=codec.midtread or has_state,
         abstains_per_bucket=exchange.bucket_size is not None,
     )
 
@@ -180,12 +247,6 @@ def sizes_of_part(
     if isinstance(bucket, Deal):
         return matrices.row_sizes(bucket, device)
     return layout.row_sizes_of_part(bucket, device, padding_counts)
-
-
-def deal_of(bucket: BucketLayout, shared: Sequence[BucketLayout | Deal]) -> Deal | None:
-    """The deal that a bucket carries, or None."""
-    deal = shared[bucket.segments[0].leaf] if shared else None
-    return deal if isinstance(deal, Deal) else None
 
 
 def check_dealt(exchange: Exchange, over: Sequence[Collection[str]], num_workers: int) -> None:

@@ -47,7 +47,7 @@ A worker may be sharded over inner mesh axes: each device takes this step with i
 `encode` and `participation` also communicate inside the worker. A worker may be a group of devices. Each
 device has the group's mean gradient of one *part* of the parameters, by a reduce-scatter. This part is its
 leaves here, and `publish` gathers the replies of the whole group. A worker alone sends nothing to other
-workers: `run_step` gives it a step of its own.
+workers: `single_worker_step` is its own.
 """
 
 import operator
@@ -67,7 +67,7 @@ from lioncub_jax.exchange.layout import Piece
 from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.exchange.means import at_least_float32, saturated
 from lioncub_jax.exchange.momentum import MomentumRule
-from lioncub_jax.exchange.plan import BucketPlan, Exchange, WorkerPlan
+from lioncub_jax.exchange.plan import BucketPlan, Exchange, Plan
 from lioncub_jax.exchange.quantize import Codec, Context
 from lioncub_jax.exchange.votes import Decision
 from lioncub_jax.exchange.wires import (
@@ -132,7 +132,7 @@ class StepResult(NamedTuple):
 
 def step(
     exchange: Exchange,
-    plan: WorkerPlan,
+    plan: Plan,
     grads: Sequence[jax.Array],
     state: WorkerState,
     owner_states: Sequence[optax.OptState],
@@ -149,6 +149,8 @@ def step(
         decisions without state.
       abstain: ``bool[]``, True to abstain; or None.
     """
+    if plan.num_workers == 1:
+        return single_worker_step(exchange, plan, grads, state, owner_states, abstain)
     rule, codec, decision, wire = (
         exchange.momentum_rule, exchange.codec, exchange.decision, exchange.wire,
     )  # fmt: skip
@@ -194,22 +196,9 @@ def step(
     return StepResult(updates, new_state, new_owner_states, stats, participates)
 
 
-def run_step(
-    exchange: Exchange,
-    plan: WorkerPlan,
-    grads: Sequence[jax.Array],
-    state: WorkerState,
-    owner_states: Sequence[optax.OptState],
-    abstain: jax.Array | None,
-) -> StepResult:
-    """Takes a step of this worker: `step.step`, or `single_worker_step` if it is the only one."""
-    run = single_worker_step if plan.num_workers == 1 else step
-    return run(exchange, plan, grads, state, owner_states, abstain)
-
-
 def single_worker_step(
     exchange: Exchange,
-    plan: WorkerPlan,
+    plan: Plan,
     grads: Sequence[jax.Array],
     state: WorkerState,
     owner_states: Sequence[optax.OptState],
@@ -296,7 +285,7 @@ def interpolate(
 
 @jax.named_scope("lioncub.pack")
 def encode(
-    codec: Codec, plan: WorkerPlan, bucket: BucketPlan, inputs: Sequence[PieceInput]
+    codec: Codec, plan: Plan, bucket: BucketPlan, inputs: Sequence[PieceInput]
 ) -> list[Message]:
     """``q = Q(c + e)`` of each piece of a bucket."""
     rows = [x.rows for x in inputs]
@@ -305,7 +294,7 @@ def encode(
 
 
 def encode_contexts(
-    codec: Codec, plan: WorkerPlan, bucket: BucketPlan, rows: Sequence[jax.Array]
+    codec: Codec, plan: Plan, bucket: BucketPlan, rows: Sequence[jax.Array]
 ) -> list[Context]:
     """Facts that the codec needs about each piece of a bucket, of values ``rows``."""
     pieces = bucket.pieces
@@ -339,7 +328,7 @@ def encode_contexts(
     return contexts
 
 
-def noise(seed: int, plan: WorkerPlan, bucket: BucketPlan, piece: Piece) -> jax.Array:
+def noise(seed: int, plan: Plan, bucket: BucketPlan, piece: Piece) -> jax.Array:
     """``float32[rows, 128]`` in [0, 1), added before rounding down; by seed, step, worker and leaf."""
     key = jax.random.key(seed)
     for part in (plan.num_steps, plan.worker):
@@ -353,7 +342,7 @@ def noise(seed: int, plan: WorkerPlan, bucket: BucketPlan, piece: Piece) -> jax.
     return layout.pad_rows(jnp.concatenate(drawn), piece.rows)
 
 
-def leaf_means(plan: WorkerPlan, bucket: BucketPlan, rows: Sequence[jax.Array]) -> list[jax.Array]:
+def leaf_means(plan: Plan, bucket: BucketPlan, rows: Sequence[jax.Array]) -> list[jax.Array]:
     """Mean magnitude of the leaf of each row, all shards together: ``float32[rows]`` for each piece."""
     sums = []
     for x, piece in zip(rows, bucket.pieces, strict=True):
@@ -384,7 +373,7 @@ def sums_of_leaves(x: jax.Array, piece: Piece) -> jax.Array:
 
 
 def participation(
-    plan: WorkerPlan, encoded: Sequence[Sequence[Message]], abstain: jax.Array | None
+    plan: Plan, encoded: Sequence[Sequence[Message]], abstain: jax.Array | None
 ) -> list[jax.Array]:
     """``bool[]`` for each bucket: all values are finite on all devices of the worker, and not ``abstain``.
 
@@ -408,7 +397,7 @@ def participation(
 # --- Decide
 
 
-def decide_context(codec: Codec, plan: WorkerPlan, bucket: BucketPlan, sharded: bool) -> Context:
+def decide_context(codec: Codec, plan: Plan, bucket: BucketPlan, sharded: bool) -> Context:
     """The rows of a bucket on which this worker decides: its chunk if ``sharded``, else all."""
     places, sizes = bucket.layout, bucket.row_sizes
     num_chunks, first = plan.num_workers, jnp.uint32(0)
@@ -434,9 +423,7 @@ def decide_context(codec: Codec, plan: WorkerPlan, bucket: BucketPlan, sharded: 
 
 
 @jax.named_scope("lioncub.unpack")
-def decode(
-    decision: Decision, plan: WorkerPlan, bucket: BucketPlan, reply: Reply
-) -> list[jax.Array]:
+def decode(decision: Decision, plan: Plan, bucket: BucketPlan, reply: Reply) -> list[jax.Array]:
     """``u`` of each piece, ``[devices, rows, 128]``."""
     codec, fmt, num_rows = decision.reply_codec, bucket.reply, bucket.layout.rows
     devices = len(reply.planes[0]) // fmt.num_workers
@@ -462,22 +449,22 @@ def slice_blocks(words: jax.Array, start: jax.Array, size: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(words, start, size, 1).reshape(len(words), -1)
 
 
-def split_update(plan: WorkerPlan, piece: Piece, u: jax.Array) -> dict[int, jax.Array]:
+def split_update(plan: Plan, piece: Piece, u: jax.Array) -> dict[int, jax.Array]:
     """``u`` of each leaf of a piece by index; in a group of parts, ``[devices, rows, 128]``."""
-    if not plan.group_buckets:
+    if not plan.shared:
         # Float32, as it is used: a conversion for each leaf is work for a compiler.
         return layout.split_piece(u.astype(jnp.float32), piece)
     parts = {}
     for s in piece.segments:
         first = s.first_row - piece.first_row
-        parts[s.leaf] = u[:, first : first + plan.group_buckets[s.leaf].rows_per_chunk]
+        parts[s.leaf] = u[:, first : first + plan.shared[s.leaf].rows_per_chunk]
     return parts
 
 
-def leaves_of_group(plan: WorkerPlan, parts: dict[int, jax.Array]) -> dict[int, jax.Array]:
+def leaves_of_group(plan: Plan, parts: dict[int, jax.Array]) -> dict[int, jax.Array]:
     """Leaves by index, from all parts of each group bucket, ``[devices, rows, 128]``."""
     leaves: dict[int, jax.Array] = {}
-    for k, bucket in enumerate(plan.group_buckets):
+    for k, bucket in enumerate(plan.shared):
         rows = parts[k].reshape(-1, ROW)
         if isinstance(bucket, Deal):
             leaves |= matrices.split(rows, bucket)
@@ -500,7 +487,7 @@ def next_momentum(
 
 
 def next_error(
-    codec: Codec, plan: WorkerPlan, bucket: BucketPlan, message: Message, exact: jax.Array
+    codec: Codec, plan: Plan, bucket: BucketPlan, message: Message, exact: jax.Array
 ) -> jax.Array:
     """``e = keep (c + e - dequantize(q))``, of the rows ``c + e`` of a piece. Padding may hold anything."""
     assert codec.decode is not None and message.scales is not None
@@ -514,7 +501,7 @@ def next_error(
 
 
 def store_error(
-    x: PieceInput, codec: Codec, plan: WorkerPlan, bucket: BucketPlan, message: Message,
+    x: PieceInput, codec: Codec, plan: Plan, bucket: BucketPlan, message: Message,
     leaves: Sequence[jax.Array], participates: jax.Array,
 ) -> dict[int, jax.Array]:  # fmt: skip
     """The new error of each leaf of a piece, as `store`."""
@@ -542,7 +529,7 @@ def store_error(
 
 
 def store(
-    plan: WorkerPlan, piece: Piece, old: jax.Array, new: jax.Array, leaves: Sequence[jax.Array],
+    plan: Plan, piece: Piece, old: jax.Array, new: jax.Array, leaves: Sequence[jax.Array],
     participates: jax.Array,
 ) -> dict[int, jax.Array]:  # fmt: skip
     """The new momentum (or error) of each leaf of a piece, in its own dtype, by index.

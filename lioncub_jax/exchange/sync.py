@@ -23,9 +23,9 @@ from lioncub_jax.exchange.checks import check_count
 from lioncub_jax.exchange.layout import Flat
 from lioncub_jax.exchange.mapped import Holder, on_workers
 from lioncub_jax.exchange.means import common_dtype
-from lioncub_jax.exchange.plan import Exchange, plan_worker
+from lioncub_jax.exchange.plan import Exchange, plan_of_step
 from lioncub_jax.exchange.quantize import Codec
-from lioncub_jax.exchange.step import WorkerState, run_step
+from lioncub_jax.exchange.step import WorkerState, step
 from lioncub_jax.exchange.transform import init_owner_states
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
@@ -338,7 +338,7 @@ def _coded_mean_if(
     if group:
         device = axes.worker_index(group)
         row_sizes = [layout.row_sizes_of_part(x.bucket, device) for x in _group_parts(mu)]
-    plan = plan_worker(exchange, jax.tree.leaves(_picked(mu, mask)), count, row_sizes)
+    plan = plan_of_step(exchange, jax.tree.leaves(_picked(mu, mask)), count, row_sizes)
 
     def sync(
         old: list[jax.Array], owner: tuple[Flat, ...]
@@ -346,7 +346,7 @@ def _coded_mean_if(
         picked = jax.tree.leaves(_picked(jax.tree.unflatten(tree, old), mask))
         no_error = [None] * len(old)
         owned = [x.value for x in owner]
-        result = run_step(exchange, plan, picked, WorkerState(picked, no_error), owned, None)
+        result = step(exchange, plan, picked, WorkerState(picked, no_error), owned, None)
         new = []
         for x, before in zip(result.state.mu, old, strict=True):
             new.append(axes.varying(x, exchange.axis) if x.size else before)

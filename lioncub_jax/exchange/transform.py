@@ -22,9 +22,9 @@ from lioncub_jax.exchange.layout import BucketLayout, Flat, register_with_flax
 from lioncub_jax.exchange.mapped import Holder, on_workers
 from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.exchange.momentum import MomentumRule, forgotten
-from lioncub_jax.exchange.plan import Exchange, WorkerPlan, plan_worker
+from lioncub_jax.exchange.plan import Exchange, Plan, plan_of_step, plan_on_device
 from lioncub_jax.exchange.quantize import Codec, Quantizer
-from lioncub_jax.exchange.step import StepResult, WorkerState, leaves_of_group, run_step
+from lioncub_jax.exchange.step import StepResult, WorkerState, leaves_of_group, step
 from lioncub_jax.exchange.votes import Decision
 from lioncub_jax.exchange.wires import BucketStats, Wire
 from lioncub_jax.mesh import axes, placement
@@ -230,17 +230,11 @@ def update_state(
 ) -> tuple[optax.Updates, CommunicateState]:
     """Checks the arguments and takes a step: ``u`` of each leaf, and the next state."""
     axis, group = exchange.axis, exchange.group
-    axes.workers_on((*axis, *group))
-    abstain = checks.check_abstain(abstain, extra)
-    updates = checks.check_leaves(updates)
-    checks.check_local(updates, (*axis, *group))
     specs = state.specs.params if isinstance(state.specs, StateSpecs) else None
+    kept = () if group or exchange.decision.of_matrices else (state.mu, state.error)
+    abstain = checks.check_abstain(abstain, extra)
+    updates = checks.check_update(updates, params, state.count, kept, axis, group)
     exchange = exchange._replace(matrices=exchange.decision.matrices_of(updates, specs))
-    if not exchange.shares:
-        checks.check_state(updates, state.mu, state.error)
-    if not axis:
-        checks.warn_if_on_several_devices(updates)
-    checks.watch_workers(updates, params, state.count, axis)
     # Results have the sharding of what they replace. An exchange is a pytree of its numbers, which go along
     # as replicated arrays.
     args = exchange, updates, state, abstain
@@ -287,17 +281,17 @@ def init_shared(
     exchange: Exchange, params: optax.Params
 ) -> tuple[tuple[Flat, ...], tuple[Flat, ...]]:
     """``mu`` and ``e`` of this device's parts of the shared buckets, where every axis is manual."""
-    plan, parts = plan_worker(exchange, jax.tree.leaves(params), jnp.int32(0)), []
-    for bucket in plan.group_buckets:
+    plan, parts = plan_on_device(exchange, jax.tree.leaves(params)), []
+    for bucket in plan.shared:
         zeros = jnp.zeros((bucket.rows_per_chunk, ROW), bucket.dtype)
         parts.append(axes.varying(zeros, (*bucket.axes, *exchange.group)))
     mu, error = exchange.momentum_rule.init(parts), zero_errors(exchange.codec, parts)
-    return flats(mu, plan.group_buckets), flats(error, plan.group_buckets)
+    return flats(mu, plan.shared), flats(error, plan.shared)
 
 
 def init_owner_states(exchange: Exchange, params: optax.Params) -> tuple[Flat, ...]:
     """``s`` of the chunk of each bucket that this worker owns; () for decisions without state."""
-    plan = plan_worker(exchange, jax.tree.leaves(params), jnp.int32(0))
+    plan = plan_on_device(exchange, jax.tree.leaves(params))
     states, sharded = [], exchange.wire.sharded
     own = exchange.axis if sharded or plan.num_workers == 1 else ()
     register_with_flax()
@@ -327,13 +321,13 @@ def update_on_device(
 ) -> tuple[optax.Updates, CommunicateState]:
     """Takes a step of the worker of this device."""
     axes.check_bound(exchange.axis, exchange.group)
-    plan = plan_worker(exchange, jax.tree.leaves(updates), state.count)
+    plan = plan_of_step(exchange, jax.tree.leaves(updates), state.count)
     return take_step(exchange, plan, updates, state, abstain)
 
 
 def take_step(
     exchange: Exchange,
-    plan: WorkerPlan,
+    plan: Plan,
     updates: optax.Updates,
     state: CommunicateState,
     abstain: jax.Array | None,
@@ -341,7 +335,7 @@ def take_step(
     """Takes a step of a worker: gradients to updates, in a group by the parts of its devices."""
     tree: Any
     leaves, tree = jax.tree.flatten(updates)
-    grads, group, shared = leaves, exchange.group, plan.group_buckets
+    grads, group, shared = leaves, exchange.group, plan.shared
     if exchange.shares:
         rows = [join_shared(leaves, x) for x in shared]
         grads = [wires.mean_part(x, group) for x in rows] if group else rows
@@ -355,7 +349,7 @@ def take_step(
     if owned:
         owner_states = [x.value for x in state.owner]
 
-    result = run_step(exchange, plan, grads, kept, owner_states, abstain)
+    result = step(exchange, plan, grads, kept, owner_states, abstain)
 
     new, (mu, error) = result.updates, result.state
     if share := exchange.momentum_rule.forget if plan.num_workers > 1 else None:
@@ -375,7 +369,7 @@ def take_step(
 
 def next_state(
     exchange: Exchange,
-    plan: WorkerPlan,
+    plan: Plan,
     state: CommunicateState,
     result: StepResult,
     grads: Sequence[jax.Array],
@@ -392,7 +386,7 @@ def next_state(
 
 def count_votes(
     exchange: Exchange,
-    plan: WorkerPlan,
+    plan: Plan,
     votes: VoteCounts,
     stats: Sequence[BucketStats],
     grads: Sequence[jax.Array],
