@@ -38,7 +38,7 @@ from lioncub_jax.exchange.checks import (
     check_number,
     check_rates,
 )
-from lioncub_jax.exchange.decide import ReplyCodec
+from lioncub_jax.exchange.decide import Decision, ReplyCodec
 from lioncub_jax.exchange.mapped import on_workers
 from lioncub_jax.exchange.matrices import DimensionNumbers
 from lioncub_jax.exchange.quantize import Quantizer
@@ -54,6 +54,10 @@ from lioncub_jax.mesh.specs import StateSpecs
 Mask: TypeAlias = optax.Params | Callable[[optax.Params], optax.Params] | None
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315  # of Muon, as optax has them
 
+# What is sent by default.
+SIGN, FEEDBACK = quantize.sign(), quantize.error_feedback(quantize.midrise(3))
+TWO_BITS, TWO_PHASE = decide.codes(2), wires.two_phase()
+
 
 def lion_cub(
     learning_rate: optax.ScalarOrSchedule,
@@ -61,7 +65,7 @@ def lion_cub(
     weight_decay: optax.ScalarOrSchedule = 1e-3, mask: Mask = None,
     *,
     workers: AxisName | Workers | None,
-    quantizer: Quantizer | None = None, wire: Wire | None = None,
+    quantizer: Quantizer = SIGN, wire: Wire = TWO_PHASE,
     sync: Schedule | None = None, sync_where: Mask = None,
     bucket_size: int | None = None, forget: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
@@ -137,7 +141,7 @@ def distributed_lion(
     weight_decay: optax.ScalarOrSchedule = 1e-3, mask: Mask = None,
     *,
     workers: AxisName | Workers | None,
-    average: bool = False, wire: Wire | None = None,
+    average: bool = False, wire: Wire = TWO_PHASE,
     sync: Schedule | None = None, sync_where: Mask = None,
     bucket_size: int | None = None, forget: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
@@ -176,21 +180,27 @@ def scale_by_lion_cub(
     mu_dtype: DTypeLike | None = None,
     *,
     workers: AxisName | Workers | None,
+    quantizer: Quantizer = SIGN,
+    decision: Decision | None = None,
+    wire: Wire = TWO_PHASE,
+    bucket_size: int | None = None,
     forget: float | None = None,
-    **parts: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Directions of `lion_cub` and `distributed_lion`, where ``optax.scale_by_lion`` stands in a chain.
 
-    ``communicate(momentum=momentum.blend(b1, b2, mu_dtype, forget=forget), workers=workers, **parts)``, so
-    that ``decision=decide.average()`` makes it that of "Avg".
+    `communicate` with ``momentum=momentum.blend(b1, b2, mu_dtype, forget=forget)``, so that
+    ``decision=decide.average()`` makes it that of "Avg".
 
     Args:
       b1: as `lion_cub`.
       b2: as `lion_cub`.
       mu_dtype: as `lion_cub`.
       workers: as `lion_cub`.
+      quantizer: as `lion_cub`.
+      decision: of the owner, as `communicate`.
+      wire: as `lion_cub`.
+      bucket_size: as `lion_cub`.
       forget: as `lion_cub`.
-      **parts: other arguments of `communicate`.
 
     Returns:
       As `communicate`: ``u``, with neither weight decay nor a learning rate.
@@ -207,7 +217,10 @@ def scale_by_lion_cub(
       As `lion_cub`.
     """
     rule = momentum.blend(b1, b2, mu_dtype, forget=forget)
-    return communicate(workers=workers, momentum=rule, **parts)
+    return communicate(
+        workers=workers, momentum=rule, quantizer=quantizer, decision=decision, wire=wire,
+        bucket_size=bucket_size,
+    )  # fmt: skip
 
 
 def owner_lion(
@@ -216,7 +229,7 @@ def owner_lion(
     weight_decay: optax.ScalarOrSchedule = 1e-3, mask: Mask = None,
     *,
     workers: AxisName | Workers | None,
-    quantizer: Quantizer | None = None, wire: Wire | None = None,
+    quantizer: Quantizer = FEEDBACK, wire: Wire = TWO_PHASE,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Lion with one momentum for all workers, each chunk of it at its owner: no drift, no sync.
@@ -256,7 +269,7 @@ def owner_adamw(
     weight_decay: optax.ScalarOrSchedule = 1e-4, mask: Mask = None,
     *,
     workers: AxisName | Workers | None,
-    quantizer: Quantizer | None = None, reply: ReplyCodec | None = None, wire: Wire | None = None,
+    quantizer: Quantizer = FEEDBACK, reply: ReplyCodec = TWO_BITS, wire: Wire = TWO_PHASE,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """AdamW with one pair of moments for all workers, each chunk of them at its owner.
@@ -316,7 +329,7 @@ def owner_muon(
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     muon_weight_dimension_numbers: DimensionNumbers = None,
     consistent_rms: ArrayLike | None = 0.2,
-    quantizer: Quantizer | None = None, reply: ReplyCodec | None = None, wire: Wire | None = None,
+    quantizer: Quantizer = FEEDBACK, reply: ReplyCodec = TWO_BITS, wire: Wire = TWO_PHASE,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Muon of the hidden matrices and AdamW of the rest, once for all workers: each matrix at one owner.
 
@@ -451,7 +464,7 @@ def owner(
     *,
     workers: AxisName | Workers | None,
     rest: optax.GradientTransformation | None = None, dimension_numbers: DimensionNumbers = None,
-    quantizer: Quantizer | None = None, reply: ReplyCodec | None = None, wire: Wire | None = None,
+    quantizer: Quantizer = FEEDBACK, reply: ReplyCodec = TWO_BITS, wire: Wire = TWO_PHASE,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Any elementwise optax transform, once for all workers: each chunk of its state at one worker.
@@ -505,9 +518,6 @@ def owner(
       This library; feedback both ways as dist-EF-blockSGD (Zheng et al., arXiv 1905.10936).
     """
     check_kinds(tx=(tx, optax.GradientTransformation))
-    if quantizer is None:
-        quantizer = quantize.error_feedback(quantize.midrise(3))
-    reply = decide.codes(2) if reply is None else reply
     decision = decide.at_owner(tx, reply)
     if rest is not None:
         check_kinds(rest=(rest, optax.GradientTransformation))

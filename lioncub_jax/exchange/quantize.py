@@ -194,6 +194,9 @@ class Quantizer(NamedTuple):
     vote: Codec | None = None
     value: Codec | None = None
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
 
 def stochastic(seed: int = 0) -> Rounding:
     """Rounds up or down at random, right on average where nothing is clipped.

@@ -55,6 +55,9 @@ class ReplyCodec(NamedTuple):
     local_update: Callable[[jax.Array], jax.Array]
     init: Callable[[jax.Array], Any] = lambda rows: ()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
 
 class Decision:
     """The decision on a chunk of rows: pure functions of what workers sent, and of the owner's state.

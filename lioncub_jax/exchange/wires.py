@@ -364,6 +364,9 @@ class Wire(NamedTuple):
     sharded: bool = False
     adds: str | None = None
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
 
 @jax.named_scope("lioncub.up")
 def collect(wire: Wire, message: Message, fmt: Format, axis: Axes) -> Inbox | Sums:
