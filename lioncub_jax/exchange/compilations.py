@@ -8,8 +8,8 @@ JAX has no public place where a library may refuse a compiled program. This file
   list the programs of all backends before and after it, and give the new ones to a reader. An error that
   it raises ends the compilation.
 
-lioncub_jax/__init__.py names the reader, `audit.watch.look`, and `mark_vote` registers the listeners at
-the first vote that is traced, in every way to write a step. By default the reader raises: nothing else sees
+lioncub_jax/__init__.py names the reader, `audit.watch.look`, and `listen` registers the listeners when
+the first transform is built in which workers communicate. By default the reader raises: nothing else sees
 gradients that the compiler averages in full precision before the vote, and such a run trains well, only
 without saving anything. ``audit.mode("warn")`` or ``"allow"`` changes that. tests/test_watch.py asks for
 both of the JAX that is installed.
@@ -68,14 +68,18 @@ def set_reader(read: Callable[[str, list[str], bool], None]) -> None:
     _reading.read = read
 
 
-def mark_vote(message: Any) -> Any:
-    """Arrays that are voted with, the same ones; their program is read when it is compiled."""
-    if not jax.sharding.get_abstract_mesh().shape:  # workers of a vmap are on no mesh
-        return message
+def listen() -> None:
+    """Registers the listeners, once in a process."""
     if not _reading.listening:
         _reading.listening = True
         jax.monitoring.register_scalar_listener(_on_start)
         jax.monitoring.register_event_duration_secs_listener(_on_end)
+
+
+def mark_vote(message: Any) -> Any:
+    """Arrays that are voted with, the same ones; their program is read when it is compiled."""
+    if not jax.sharding.get_abstract_mesh().shape:  # workers of a vmap are on no mesh
+        return message
     first, *rest = jax.tree.leaves(message)
     return jax.tree.unflatten(jax.tree.structure(message), [_vote.bind(first), *rest])
 

@@ -18,7 +18,7 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange import checks
+from lioncub_jax.exchange import checks, compilations
 from lioncub_jax.exchange.layout import register_with_flax
 from lioncub_jax.mesh import axes, boxes, hosts
 from lioncub_jax.mesh.axes import Axes
@@ -221,6 +221,7 @@ def on_workers(
         state of one worker.
     """
     tx = optax.with_extra_args_support(tx)
+    compilations.listen()
 
     def init(params: optax.Params) -> optax.OptState:
         if checks.stands_in(params):

@@ -99,7 +99,7 @@ def communicate(
 
     ``c_i = momentum.interpolate(g_i, mu_i)``, ``u = decide(Q(c_1 + e_1), ..., Q(c_W + e_W))``, ``mu_i =
     momentum.update(g_i, mu_i)``; see `step` for the whole step. The learning rate and weight decay stand
-    behind it in a chain, as behind ``optax.scale_by_lion``. The first exchange that is traced adds two
+    behind it in a chain, as behind ``optax.scale_by_lion``. The first transform that is built adds two
     listeners to ``jax.monitoring``. By them each program that votes is read once XLA has compiled it;
     ``audit.mode("allow")`` makes them read nothing.
 
