@@ -79,7 +79,7 @@ def voting(params: Any, **parts: Any) -> Candidate:
     decision = parts.get("decision", decide.default_for(quantizer))
     codec = decision.codec_of(quantizer)
     exchange = Exchange(
-        ("data",), group=(), momentum_rule=rule, codec=codec, decision=decision, wire=loopback(),
+        ("data",), group=(), momentum_rule=rule, message_codec=codec, decision=decision, wire=loopback(),
         matrices=decision.matrices_of(params),
     )  # fmt: skip
     state = lc.communicate(workers="data", momentum=rule).init(params)

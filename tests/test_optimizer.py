@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 import lioncub_jax as lc
 from lioncub_jax.audit.compiled import collectives
 from lioncub_jax.exchange import layout, xla
-from lioncub_jax.exchange.checks import part
+from lioncub_jax.exchange.checks import component
 
 # Options under which nothing is rounded if gradients are small whole numbers, and at most the sum of
 # exact products otherwise. So it does not matter whether XLA contracts a multiplication and an addition
@@ -163,7 +163,7 @@ def test_one_worker_with_several_buckets_is_the_one_with_one():
     assert state.votes.abstained[:, 0].tolist() == [0, 1, 0, 0]
 
 
-@part
+@component
 class CountedVotes(lc.decide.Decision):
     """The majority, and at the owner the number of votes on each element of its chunk."""
 

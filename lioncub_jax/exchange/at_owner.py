@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from lioncub_jax.exchange import bits, checks, layout, matrices, quantize, rotation, xla
 from lioncub_jax.exchange.bits import ROW
-from lioncub_jax.exchange.checks import check_floating, check_kinds, part
+from lioncub_jax.exchange.checks import check_floating, check_kinds, component
 from lioncub_jax.exchange.matrices import Deal, DimensionNumbers, Matrices, widened
 from lioncub_jax.exchange.means import saturated
 from lioncub_jax.exchange.quantize import Codec, Context, Quantizer
@@ -58,7 +58,7 @@ class Inner(NamedTuple):
     rest: Any
 
 
-@part
+@component
 class AtOwner(Decision):
     """``u, s = tx(mean_i dequantize(q_i), s)``, see `at_owner`.
 

@@ -24,17 +24,20 @@ from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.mesh.checksum import checksum
 from lioncub_jax.mesh.placement import check_arrays
 
-Part = TypeVar("Part")
+Component = TypeVar("Component")
 
 
 def static(*, default: Any) -> Any:
-    """A field of a `part` that is no number: it decides what is compiled."""
+    """A field of a `component` that is no number: it decides what is compiled."""
     return dataclasses.field(default=default, metadata={"static": True})
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(static, dataclasses.field))
-def part(cls: type[Part]) -> type[Part]:
-    """A class of parts: a frozen dataclass, and a pytree, so that numbers in it may be traced arrays."""
+def component(cls: type[Component]) -> type[Component]:
+    """A class of a momentum rule or a decision: a frozen dataclass, and a pytree of its numbers.
+
+    So numbers in it may be traced arrays.
+    """
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False)(cls))
 
 
@@ -444,7 +447,8 @@ def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:
 def named_axes(eqn: JaxprEqn) -> Axes:
     """The mesh axes that an operation names."""
     named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return tuple(n for n in axes.names(named) if isinstance(n, str))
+    all_named = (named,) if isinstance(named, str) else named or ()
+    return tuple(n for n in all_named if isinstance(n, str))
 
 
 def check_elementwise(

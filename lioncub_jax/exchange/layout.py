@@ -120,7 +120,7 @@ class BucketLayout(NamedTuple):
         return [s for piece in self.pieces for s in piece.segments]
 
     @property
-    def packed_parts(self) -> int:
+    def packed_chunks(self) -> int:
         """The number of equal parts in which a piece is packed."""
         # Chunks of whole blocks begin with a block, wherever pieces begin.
         return 1 if self.large else self.num_chunks

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from lioncub_jax.exchange.checks import check_betas, check_decay, check_number, part, static
+from lioncub_jax.exchange.checks import check_betas, check_decay, check_number, component, static
 from lioncub_jax.exchange.means import at_least_float32
 
 __all__ = ["MomentumRule", "blend", "nothing"]
@@ -49,9 +49,15 @@ class MomentumRule:
         raise NotImplementedError
 
 
-@part
+@component
 class NoMomentum(MomentumRule):
-    """``c = g``, see `nothing`."""
+    """``c = g``, see `nothing`.
+
+    Attributes:
+      synchronizes: the gradient is the momentum: ``c = mu``, and then ``mu = u + (mu - Q(mu))``.
+    """
+
+    synchronizes: bool = static(default=False)
 
     def init(self, params: optax.Params) -> optax.Params:
         """None for each parameter."""
@@ -66,14 +72,7 @@ class NoMomentum(MomentumRule):
         return mu
 
 
-@part
-class Synchronized(NoMomentum):
-    """The gradient is the momentum: ``c = mu``, and then ``mu = u + (mu - Q(mu))``; see `sync.coded`."""
-
-    synchronizes = True
-
-
-@part
+@component
 class Blend(MomentumRule):
     """Lion's rule, see `blend`."""
 

@@ -31,8 +31,9 @@ class Exchange(NamedTuple):
       axis: mesh axes of the workers.
       group: mesh axes of the devices of one worker; () for one device each.
       momentum_rule: computes ``c`` and the next ``mu`` from ``g`` and ``mu``.
-      codec: encodes ``c + e``: votes, which are counted, or values, which are decoded.
-      decision: its ``decide`` maps the codes of all workers to a reply, its ``decode`` a reply to ``u``.
+      message_codec: encodes ``c + e``: votes, which are counted, or values, which are decoded.
+      decision: its ``decide`` maps the codes of all workers to a reply, which its ``reply_codec`` encodes
+        and decodes to ``u``.
       wire: the collectives; if ``wire.sharded`` each worker decides on its chunk, else all on all chunks.
       bucket_size: elements after which a new bucket begins; None for no limit. The plan follows it.
       matrices: of each leaf, where the decision is about whole ones; else None.
@@ -41,7 +42,7 @@ class Exchange(NamedTuple):
     axis: Axes
     group: Axes
     momentum_rule: MomentumRule
-    codec: Codec
+    message_codec: Codec
     decision: Decision
     wire: Wire
     bucket_size: int | None = None
@@ -185,7 +186,7 @@ def _planned(
     num_workers: int, devices: int, mesh: Any,
 ) -> Plan:  # fmt: skip
     """`make_plan` by types, and by the mesh, which has the platform and the sizes of axes."""
-    codec = exchange.codec
+    codec = exchange.message_codec
     leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in types]
     shared, layouts = bucket_leaves(exchange, leaves, [x[2] for x in types], num_workers, devices)
     buckets = []

@@ -152,7 +152,7 @@ def step(
     if plan.num_workers == 1:
         return single_worker_step(exchange, plan, grads, state, owner_states, abstain)
     rule, codec, decision, wire = (
-        exchange.momentum_rule, exchange.codec, exchange.decision, exchange.wire,
+        exchange.momentum_rule, exchange.message_codec, exchange.decision, exchange.wire,
     )  # fmt: skip
 
     # All buckets are encoded before one is sent: a NaN in the last may keep this worker out of the first.
@@ -227,7 +227,7 @@ def single_worker_step(
     if decision.has_state:
         for k, bucket in enumerate(plan.buckets):
             rows = layout.join_bucket(values, bucket.layout)
-            context = decide_context(exchange.codec, plan, bucket, sharded=False)
+            context = decide_context(exchange.message_codec, plan, bucket, sharded=False)
             rows, new_owner_states[k] = decision.decide_locally(
                 rows, present, context, owner_states[k]
             )
@@ -315,7 +315,7 @@ def encode_contexts(
         context = Context(
             codec=codec,
             format=bucket.message,
-            num_chunks=bucket.layout.packed_parts,
+            num_chunks=bucket.layout.packed_chunks,
             num_steps=plan.num_steps,
             row_sizes=None if sizes is None else sizes[first:][:size],
             first_word=first_word,
@@ -491,7 +491,7 @@ def next_error(
 ) -> jax.Array:
     """``e = keep (c + e - dequantize(q))``, of the rows ``c + e`` of a piece. Padding may hold anything."""
     assert codec.decode is not None and message.scales is not None
-    scales = message.scales.reshape(bucket.layout.packed_parts, -1)
+    scales = message.scales.reshape(bucket.layout.packed_chunks, -1)
     planes = [plane.reshape(len(scales), -1) for plane in message.planes]
     rows = codec.decode(bits.unpack(planes, scales.shape[1]), scales)
     if codec.rotates:

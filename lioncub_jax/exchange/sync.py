@@ -316,8 +316,10 @@ def _variance_share(of_mean: jax.Array, mean: jax.Array) -> jax.Array:
 def coded_exchange(codec: Codec, axis: Axes) -> Exchange:
     """The exchange of a step whose gradient is the momentum."""
     mean = decide.at_owner(optax.identity(), decide.codes(1))
-    rule, wire = momentum.Synchronized(), wires.two_phase()
-    return Exchange(axis, group=(), momentum_rule=rule, codec=codec, decision=mean, wire=wire)
+    rule, wire = momentum.NoMomentum(synchronizes=True), wires.two_phase()
+    return Exchange(
+        axis, group=(), momentum_rule=rule, message_codec=codec, decision=mean, wire=wire
+    )
 
 
 def _coded_mean_if(

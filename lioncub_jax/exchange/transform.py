@@ -165,7 +165,7 @@ def communicate(
         wanted = "a number of elements, or None"
         check_count(f"bucket_size={bucket_size!r}", bucket_size, wanted)
     exchange = Exchange(
-        axis, group, momentum_rule=momentum, codec=codec, decision=decision, wire=wire,
+        axis, group, momentum_rule=momentum, message_codec=codec, decision=decision, wire=wire,
         bucket_size=bucket_size,
     )  # fmt: skip
     tx = optax.GradientTransformationExtraArgs(
@@ -206,7 +206,7 @@ def init_state(exchange: Exchange, params: optax.Params) -> CommunicateState:
     if checks.stands_in(params):
         mu, error, owner = stand_ins(exchange, params)
     else:
-        mu, error = exchange.momentum_rule.init(params), zero_errors(exchange.codec, params)
+        mu, error = exchange.momentum_rule.init(params), zero_errors(exchange.message_codec, params)
         owner = ()
         exchange = exchange._replace(matrices=exchange.decision.matrices_of(params))
         if group or exchange.decision.has_state:
@@ -248,7 +248,7 @@ def update_state(
 
 def zero_votes(exchange: Exchange) -> VoteCounts:
     """Zeros before the first step, each an array of its own: a training step donates them all."""
-    counts_pairs = exchange.codec.counts_pairs
+    counts_pairs = exchange.message_codec.counts_pairs
     return VoteCounts(
         ties=jnp.zeros((), jnp.float32),
         parameters=jnp.zeros((), jnp.float32),
@@ -264,7 +264,7 @@ def stand_ins(exchange: Exchange, params: optax.Params) -> tuple[Any, Any, Any]:
 
     A tree of other arrays than the parameters' is one number, 0.
     """
-    codec, whole = exchange.codec, not (exchange.group or exchange.decision.of_matrices)
+    codec, whole = exchange.message_codec, not (exchange.group or exchange.decision.of_matrices)
     mu = params if whole and jax.tree.leaves(exchange.momentum_rule.init(jnp.zeros(1))) else 0
     error = params if whole and codec.error_dtype is not None else 0
     return mu, error, 0 if exchange.decision.has_state else ()
@@ -285,7 +285,7 @@ def init_shared(
     for bucket in plan.shared:
         zeros = jnp.zeros((bucket.rows_per_chunk, ROW), bucket.dtype)
         parts.append(axes.varying(zeros, (*bucket.axes, *exchange.group)))
-    mu, error = exchange.momentum_rule.init(parts), zero_errors(exchange.codec, parts)
+    mu, error = exchange.momentum_rule.init(parts), zero_errors(exchange.message_codec, parts)
     return flats(mu, plan.shared), flats(error, plan.shared)
 
 

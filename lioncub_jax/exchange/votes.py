@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import bits
 from lioncub_jax.exchange.bits import BLOCK, ROW
-from lioncub_jax.exchange.checks import part, static
+from lioncub_jax.exchange.checks import component, static
 from lioncub_jax.exchange.matrices import Deal, Matrices
 from lioncub_jax.exchange.quantize import Codec, Context, Quantizer
 from lioncub_jax.exchange.wires import (
@@ -64,8 +64,8 @@ class Decision:
 
     Abstract: of the two that the library has, `Vote` counts, and `at_owner` runs an optimizer. A subclass
     has ``reply_codec``, `codec_of` and `decide`; with ``has_state`` also `init` and `decide_locally`. It
-    has no collectives: the wire has them. It is a pytree of its numbers (`checks.part`), since they may be
-    traced arrays.
+    has no collectives: the wire has them. It is a pytree of its numbers (`checks.component`), since
+    they may be traced arrays.
 
     Example:
       >>> from lioncub_jax import decide, quantize
@@ -205,7 +205,7 @@ def pairs_of_votes(counted: Tally, context: Context) -> tuple[jax.Array, jax.Arr
     return bits.add_numbers(unlike, largest), jnp.sum(in_row, axis=-1)
 
 
-@part
+@component
 class Vote(Decision):
     """A decision on counted votes: `majority`, `ternary`, `average`.
 
