@@ -14,21 +14,17 @@ file names what users call. `sign` and `ternary` have the names of quantizers be
 sign in one bit, and -1, 0 or +1 in two.
 """
 
-from lioncub_jax.exchange.at_owner import OwnerState, at_owner, codes, sign, values
+from lioncub_jax.exchange.at_owner import at_owner, codes, sign, values
 from lioncub_jax.exchange.quantize import Context, Quantizer
-from lioncub_jax.exchange.votes import Decision, ReplyCodec, Tally, Vote, average, majority, ternary
-from lioncub_jax.exchange.wires import BucketStats, Inbox, Reply, Sums
+from lioncub_jax.exchange.votes import Decision, ReplyCodec, Vote, average, majority, ternary
+from lioncub_jax.exchange.wires import Inbox, Reply
 
 __all__ = [
-    "BucketStats",
     "Context",
     "Decision",
     "Inbox",
-    "OwnerState",
     "Reply",
     "ReplyCodec",
-    "Sums",
-    "Tally",
     "Vote",
     "at_owner",
     "average",
