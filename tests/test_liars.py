@@ -9,7 +9,7 @@ from conftest import AXIS, assert_same, mesh_on, normal
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.baselines.terngrad import Total
+from lioncub_jax.baselines.terngrad import total
 from lioncub_jax.exchange import bits, wires
 
 Q, D, W = lc.quantize, lc.decide, lc.wires
@@ -28,15 +28,15 @@ def gradients():
 def told(monkeypatch, parts, where, lies):
     """What comes of each lie about packed words: updates, the owners' state, metrics."""
     tx = lc.communicate(workers=AXIS, momentum=lc.momentum.nothing(), **parts)
-    honest, of = getattr(wires, where), {"pack_message": "message", "pack_reply": "reply"}[where]
+    honest = getattr(wires, where)
 
     def step(grads, which):
         def changed(sent, form):
-            words, size, each = honest(sent, form), getattr(form, of), []
+            words, each = honest(sent, form), []
             for lie in lies.values():
-                planes, numbers, rows = lie(form, *wires.split(size, words))
+                planes, numbers, rows = lie(form, *wires.split(form, words))
                 parts = len(words), planes, list(numbers.T), rows
-                each.append(wires.concatenate(size, *parts))
+                each.append(wires.concatenate(form, *parts))
             return jnp.where(jax.lax.axis_index(AXIS) == 0, jnp.stack(each)[which], words)
 
         own = jax.tree.map(lambda g: g[0], grads)
@@ -74,7 +74,7 @@ def largest(form):
 
 
 def beyond(form):
-    return 2**form.message.planes - 1
+    return 2**form.planes - 1
 
 
 VOTES = {
@@ -92,7 +92,7 @@ VOTES = {
         (Q.midrise(2), D.majority(), W.gathered()),
         (Q.midrise(3), D.average(), W.two_phase()),
         (Q.ternary(), D.ternary(), W.two_phase()),
-        (Q.ternary(), Total(), W.gathered()),
+        (Q.ternary(), total(), W.gathered()),
         (Q.integer(8), D.average(), W.two_phase()),
     ],
 )
@@ -111,7 +111,7 @@ def middle(form):
     return form.max_code // 2
 
 
-@pytest.mark.parametrize("decision", [D.average(), Total()])
+@pytest.mark.parametrize("decision", [D.average(), total()])
 def test_who_says_that_it_abstains_has_no_vote(monkeypatch, decision):
     """Its codes would be in the sum, and not in the number by which the sum is divided."""
     lies = {"silent": says(middle, presence=0), "loud": says(largest, presence=0)}
@@ -161,7 +161,7 @@ def replies(word, presence):
     [
         (Q.sign(), D.majority(), 1),
         (Q.sign(), D.average(), 1),
-        (Q.ternary(), Total(), WORKERS),
+        (Q.ternary(), total(), WORKERS),
         (Q.midrise(3), D.at_owner(ADAM, D.values()), np.finfo(np.float32).max),
         (Q.midrise(3), D.at_owner(ADAM, D.codes(2)), np.finfo(np.float32).max),
     ],
