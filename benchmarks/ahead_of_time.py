@@ -148,7 +148,8 @@ def documented(document: str, rows: report.Rows) -> str:
     if lines:
         head = ["machine", "messages that computing hides", "MB of them"]
         tables["buckets"] = report.markdown(head, lines)
-    return report.written(document, tables)
+    shown = {name: table for name, table in tables.items() if f"<!-- {name} -->" in document}
+    return report.written(document, shown)
 
 
 if __name__ == "__main__":

@@ -123,11 +123,10 @@ def rows_of(method: str) -> report.Rows:
 
 
 def documented(document: str, rows: report.Rows) -> str:
-    """The document with means over seeds; of one liar, those of the worst attack on a method."""
+    """The document with means over seeds, of the worst attack on each method."""
     lines: dict[str, dict[str, float]] = {}
     for row in sorted(rows, key=lambda row: row["liars"]):
-        title = ("nobody", "1, the worst of all", "2, {attack}", "3, {attack}")[row["liars"]]
-        line = lines.setdefault(title.format(**row), {})
+        line = lines.setdefault(f"{row['liars'] or 'nobody'}", {})
         line[row["method"]] = min(line.get(row["method"], 1.0), np.mean(row["accuracy"]))
     cells = [[title, *(f"{line[name]:.2f}" for name in METHODS)] for title, line in lines.items()]
     table = report.markdown(["liars", *METHODS], cells)

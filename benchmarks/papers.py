@@ -258,7 +258,6 @@ def made() -> dict[Path, str]:
             "lion", [name for name in APART if name != "lion"],
             {"alike": eight, "classes of its own": (MIDDLE, "classes")},
         ),
-        "agreement": tables.agreement("mavo", WORKERS),
         "left": left(jobs("fashion"), report.rows_of(rows, data="fashion")) + ".\n",
     }  # fmt: skip
     return {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from pages import ROOT, applied, block
+from pages import ROOT, applied
 from test_pages import WORLD
 
 from lioncub_jax.audit.compiled import collectives
@@ -25,7 +25,6 @@ SHOWN = dict(re.findall(r"<!-- drop-in: (\w+) -->\n```diff\n(.*?)```", DOCUMENT,
 INNER = ROOT / "examples" / "inner_axes"
 PROGRAMS = sorted(path.stem for path in INNER.glob("*.py") if path.stem != "common")
 STYLES = sorted(path.stem for path in TRAINERS.glob("*.py") if path.stem != "common")
-DIFFS = re.findall(r"<!-- snippet: (\w+) -->\n```diff", DOCUMENT)
 NEEDS = {"equinox_filter": "equinox", "haiku_rnn": "haiku", "keras_stateless": "keras"}
 WORKERS = {"data", "batch"}  # what the trainers call their axis
 STEPS, LEARNING_RATE = 20, 3e-3
@@ -75,7 +74,7 @@ def dtypes(sent):
 
 
 # Bytes of batch statistics, which are averaged with the loss and beside a few numbers.
-STATISTICS = {"keras_stateless": 4 * 2 * (16 + 32), "multi_metric": 4 * 2 * 8 * 32}
+STATISTICS = {"keras_stateless": 4 * 2 * (16 + 32)}
 
 
 def is_packed(found, name):
@@ -117,24 +116,14 @@ def test_after_the_change_integers_alone_cross_the_workers_axis_and_it_learns(
     assert np.mean(losses[-3:]) < losses[0] - NOISE
 
 
-def side_of(diff, sign):
-    """The program before (``-``) or after (``+``) a diff that has all of its lines."""
-    lines = [line for line in diff.splitlines() if line[:1] in (" ", "", sign)]
-    return "\n".join(line[1:] for line in lines)
-
-
-def run_snippet(name, changes, sign="+"):
-    """A program with inner axes, or a diff of the page, for some steps on windows of nine bytes."""
+def run_program(name, changes):
+    """A program with inner axes, for some steps on windows of nine bytes."""
     text = np.frombuffer(Path(re.__file__).read_bytes(), np.uint8).astype(np.int32)
     windows = np.lib.stride_tricks.sliding_window_view(text, 9)[:128]
     names = {"windows": windows}
-    if name in DIFFS:
-        source = block("how_to/trainer.md", f"snippet: {name}")
-    else:
-        source = (INNER / f"{name}.py").read_text()
+    source = (INNER / f"{name}.py").read_text()
     for old, new in changes.items():
         source = re.sub(old, new, source)
-    source = side_of(source, sign) if source.startswith("+") else source
     exec(WORLD, names)
     exec(source, names)
     mesh = names["mesh"]
@@ -145,16 +134,13 @@ def run_snippet(name, changes, sign="+"):
 
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [("explicit", "owner_adamw"), *((x, "lion_cub") for x in (*PROGRAMS, *DIFFS))],
+    [("explicit", "owner_adamw"), *((x, "lion_cub") for x in PROGRAMS)],
 )
-def test_a_snippet_learns_and_integers_alone_cross_the_workers_axis(name, optimizer, monkeypatch):
+def test_a_program_learns_and_integers_alone_cross_the_workers_axis(name, optimizer, monkeypatch):
     monkeypatch.syspath_prepend(str(INNER))
     monkeypatch.delitem(sys.modules, "common", raising=False)
-    losses, found, state = run_snippet(name, {"lion_cub": optimizer})
+    losses, found, state = run_program(name, {"lion_cub": optimizer})
     assert is_packed(found, name) and losses[-1] < losses[0] - NOISE
-    if name in DIFFS:
-        (first, *_), before, _ = run_snippet(name, {}, "-")
-        assert dtypes(crossing(before)) == {"f32"} and abs(losses[0] - first) < NOISE
     if (
         name == "linen_fsdp"
     ):  # momentum lies with its worker, cut as the parameters, and so does all else
@@ -166,6 +152,6 @@ def test_a_snippet_learns_and_integers_alone_cross_the_workers_axis(name, optimi
             r"lc\.lion_cub\(.*\)": "optax.lion(1e-3)",
             r"train_step = lc\.map_step.*": "",
         }
-        _, before, _ = run_snippet(name, usual)
+        _, before, _ = run_program(name, usual)
         assert dtypes(crossing(before)) == {"f32"}
         assert bytes_within(found) <= 1.02 * bytes_within(before)

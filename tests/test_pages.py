@@ -122,7 +122,7 @@ BEFORE = {
         'Workers(mesh, "batch")': """
             of_step, state, folder = state, {"mu": np.ones((8, 3))}, "saved"
         """,
-        "tx_of": "state = of_step",
+        "def steps(": "state = of_step",
         '"frozen": optax': "plain = params",
         "sharpness_aware": "params = plain",
     },
