@@ -78,46 +78,28 @@ def lion_cub(
         p    = p - learning_rate (u + weight_decay p)
         mu_i = b2 mu_i + (1 - b2) g_i            # every sync: mu_i = mean_i mu_i
 
-    Of the paper, ``lion_cub(lr)`` is the 1-bit all-reduce, ``lion_cub(lr, quantizer=integer(8),
-    wire=counts())`` the p-bit all-reduce, and ``lion_cub(lr, sync=..., sync_where=...)`` the selective
-    momentum sync: ``sync.every(T)``, ``sync.first(M)`` or ``sync.thinning(k)``, of some leaves.
-
-    **Workers with different data.** Each worker keeps a momentum of its own, which follows its own
-    data. Where every worker draws from the same data, the momenta stay close, and the vote follows Lion in
-    full precision. Where each has data of its own (its own files, users or classes), the momenta
-    drift, votes cancel, and the loss falls more slowly. Then use `owner_lion`, which has one
-    momentum for all, or bring the momenta together with ``sync=lioncub_jax.sync.coded()``.
-    `metrics` has the drift; docs/reports/convergence.md has figures.
-
     Args:
       learning_rate: a number or an optax schedule.
       b1: weight of the momentum in the vote, in [0, 1).
       b2: decay of the momentum, in [0, 1).
       mu_dtype: dtype of the momentum; None for that of the parameters.
-      weight_decay: decoupled, multiplied with the learning rate.
+      weight_decay: decoupled, times the learning rate.
       mask: the leaves that decay, a tree of bools or a function of the parameters.
-      workers: the voters: a `Workers`, or the name of the axis that your own ``shard_map`` or ``pmap``
-        binds; a tuple of several names is one group of voters. None for one device without a mesh, where
-        it is ``optax.lion``; on several a warning names the line.
-      quantizer: ``sign()`` (default: 1 bit up, 1 down), ``midrise(p)`` (p up, 1 down: precision does
-        not depend on the number of workers), ``integer(p)`` (the paper's codes, whose sum fits in p
-        bits: p - log2 W up, 2 down) or ``ternary()`` (exact zeros, 2 up, 2 down).
+      workers: a `Workers`, or the name of the axis (a tuple: axes) that your own ``shard_map`` or
+        ``pmap`` binds. None for one device, where it is ``optax.lion``.
+      quantizer: ``sign()`` (default), ``midrise(p)``, the paper's ``integer(p)``, or ``ternary()``.
       wire: ``two_phase()`` by default; ``counts()`` for the paper's all-reduce of ``integer(p)``.
-      sync: times at which momenta are averaged: ``every(T)``, ``first(M)`` or ``thinning(k)`` in full
-        precision, ``coded(...)`` in codes; None (default) for never. One device has nothing to sync.
-      sync_where: the leaves whose momenta are averaged.
-      bucket_size: see `communicate`. Whole numbers decide what is compiled: ``optax.inject_hyperparams``
-        leaves them alone if its ``static_args`` name them, as ``("workers", "bucket_size")``.
-      forget: momentum without gradient becomes 0 below this share of its leaf's mean magnitude, see
-        `momentum.blend`: for embeddings with rare tokens. None (default) for never, as in the papers.
+      sync: when momenta are averaged, of `sync`; None (default) for never.
+      sync_where: the leaves whose momenta are.
+      bucket_size: see `communicate`.
+      forget: see `momentum.blend`.
 
     Returns:
       A transform whose ``update`` must run where the workers' axis is bound. It takes gradients that vary
-      over the workers, and returns updates of the same shapes that are the same on every worker.
+      over the workers, and returns updates of the same shapes that are the same on all.
 
     Raises:
-      ValueError: as `communicate`; also for betas outside [0, 1), rates and decays that are no finite
-        numbers, and, when traced, for a mask without a leaf of the parameters.
+      ValueError: as `communicate`; for betas outside [0, 1), and rates and decays that are not finite.
       TypeError: for a part of the wrong kind, or a mask that is not of bools.
 
     Example:
@@ -125,8 +107,7 @@ def lion_cub(
       >>> tx = lc.lion_cub(1e-4, weight_decay=0.1, workers="data", sync=lc.sync.every(1000))
 
     References:
-      Ishikawa et al., "Lion Cub" (arXiv 2411.16462); Chen et al., "Symbolic Discovery of Optimization
-      Algorithms" (Lion, arXiv 2302.06675).
+      Ishikawa et al., "Lion Cub" (arXiv 2411.16462); Chen et al., Lion (arXiv 2302.06675).
     """
     vote = scale_by_lion_cub(
         b1, b2, mu_dtype, forget=forget, workers=workers, quantizer=quantizer, wire=wire,
@@ -333,55 +314,32 @@ def owner_muon(
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Muon of the hidden matrices and AdamW of the rest, once for all workers: each matrix at one owner.
 
-    Muon orthogonalises the momentum of a matrix, so that its update has singular values near 1. With the
-    mean ``g`` of what workers sent, the momentum ``mu`` of a matrix ``[m, n]`` in step t, and Newton-Schulz
-    ``N``::
+    With the mean ``g`` of what workers sent, the momentum ``mu`` of a matrix ``[m, n]`` in step t, and
+    Newton-Schulz ``N``::
 
         mu = beta mu + (1 - beta) g
         c  = beta mu / (1 - beta^(t+1)) + (1 - beta) g / (1 - beta^t)
         u  = consistent_rms sqrt(max(m, n)) N(c / (|c| + eps))
         p  = p - learning_rate (u + weight_decay p)
 
-    It is ``optax.contrib.scale_by_muon`` that an owner runs, of whole matrices in float32, 1/W of all; and
-    ``optax.scale_by_adam`` of slices of the rest. See `owner` with ``rest``.
-
-    **Which leaves are matrices** is said as in optax. By default it is those of two dimensions, embeddings
-    among them, which AdamW suits better: give None for them. Others go to AdamW. So layers that are
-    scanned, ``[layers, m, n]``, need ``MuonDimensionNumbers(1, 2)``; a warning names what is left out.
-
-    **What differs from optax.contrib.muon.** ``consistent_rms`` is 0.2 by default, as measured. All
-    arithmetic and all moments are float32, also of bfloat16 parameters (``mu_dtype`` is that of the first
-    moments at rest). ``ns_coeffs`` are numbers, not the name of a preset. ``adaptive`` scales each matrix
-    by its own product; optax takes one of all matrices of a leaf. It does not suit every model: see
-    docs/explain/muon.md.
+    It is ``optax.contrib.scale_by_muon`` of whole matrices in float32, 1/W of all at each owner. Unlike
+    there, ``consistent_rms`` is 0.2 by default, ``ns_coeffs`` are numbers, and ``adaptive`` scales each
+    matrix by its own product. docs/explain/muon.md says which leaves it suits.
 
     Args:
       learning_rate: a number or an optax schedule.
-      ns_coeffs: three coefficients, or as many triples as ``ns_steps``.
-      ns_steps: how often Newton-Schulz is iterated; static.
-      beta: decay of the momentum of matrices, in [0, 1).
-      eps: added to the norm of a matrix and to the root of AdamW's second moment, above 0.
-      weight_decay: of matrices, decoupled, multiplied with the learning rate.
-      weight_decay_mask: the matrices that decay, a tree of bools or a function of the parameters.
-      mu_dtype: dtype of the first moments; None for float32.
-      workers: as `owner_adamw`. One worker alone is ``optax.contrib.muon`` with these arguments, to the
-        last bits of float32: XLA compiles another program.
-      nesterov: whether the momentum looks ahead, and AdamW's likewise.
-      adaptive: whether the update of a matrix is scaled by its product with the momentum.
-      preconditioning: "frobenius", "spectral", "aol" or "schatten".
-      adam_b1: decay of AdamW's first moment, in [0, 1).
-      adam_b2: decay of its second moment, in [0, 1).
-      adam_eps_root: added inside of its root.
-      adam_weight_decay: of leaves that are no matrices.
-      adam_learning_rate: of these leaves; None for ``learning_rate``.
-      muon_weight_dimension_numbers: a tree (prefix) of ``optax.contrib.MuonDimensionNumbers`` like the
-        parameters, None for a leaf that is no matrix, or a function of the parameters to one. Heads are
-        joined by several axes, such as ``MuonDimensionNumbers(0, (1, 2))``; all other axes have more
-        matrices.
+      mu_dtype: of the first moments at rest; None for float32.
+      workers: as `owner_adamw`. One alone is ``optax.contrib.muon``, to the last bits of float32.
+      adam_learning_rate: of leaves that are no matrices; None for ``learning_rate``.
+      muon_weight_dimension_numbers: ``optax.contrib.MuonDimensionNumbers`` in a tree (prefix) like the
+        parameters, None for a leaf that is no matrix, or a function of the parameters. By default leaves
+        of two dimensions.
       consistent_rms: root mean square of an update; None for ``sqrt(max(1, n / m))`` times its matrix.
-      quantizer: codes of gradients, ``error_feedback(midrise(3))`` by default, 3 bits.
-      reply: codes of the update on its way back, ``decide.codes(2)`` by default, 2 bits.
-      wire: ``wires.two_phase()``, the default, by which each matrix has one owner.
+      quantizer: ``error_feedback(midrise(3))`` by default.
+      reply: ``decide.codes(2)`` by default.
+      wire: ``wires.two_phase()``.
+
+    All other arguments are those of ``optax.contrib.muon``.
 
     Returns:
       A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
@@ -391,16 +349,10 @@ def owner_muon(
 
     Example:
       >>> import lioncub_jax as lc
-      >>> def hidden(params):
-      ...     return jax.tree.map_with_path(
-      ...         lambda path, x: MuonDimensionNumbers() if "kernel" in path[-1].key else None, params
-      ...     )
-      >>> tx = lc.owner_muon(
-      ...     0.01, weight_decay=0.1, workers="data", muon_weight_dimension_numbers=hidden
-      ... )
+      >>> tx = lc.owner_muon(0.01, weight_decay=0.1, workers="data")
 
     References:
-      Jordan et al., Muon (2024); Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982).
+      Jordan et al., Muon (2024); Liu et al. (arXiv 2502.16982).
     """
     check_betas(beta=beta, adam_b1=adam_b1, adam_b2=adam_b2)
     for b in (beta, adam_b1):
@@ -476,13 +428,9 @@ def owner(
         u, s = tx(mean_i dequantize(q_i), s)
         r    = R(u + f);                    f   = u + f - dequantize(r)
 
-    The update on every worker is ``dequantize(r)``. Behind the mean itself, ``owner(optax.identity(),
-    ...)``, any transform can stand, elementwise or not; its state is then the same on every worker. If no
-    worker takes part, it sees zeros.
-
-    **With** ``rest`` **an owner has whole matrices**, 1/W of all, and ``tx`` is given one ``[m, n]`` at a
-    time: Muon, or norms of rows and columns. Its state has arrays of that shape, and numbers; ``rest`` is
-    elementwise, for all other leaves.
+    The update on every worker is ``dequantize(r)``. Behind the mean, ``owner(optax.identity(), ...)``,
+    any transform can stand. **With** ``rest`` an owner has whole matrices, and ``tx`` is given one
+    ``[m, n]`` at a time; ``rest`` is elementwise, for all other leaves.
 
     Args:
       tx: such as ``optax.scale_by_adam()``. What mixes elements (a norm, a matrix) and what uses the
@@ -491,8 +439,8 @@ def owner(
       rest: the transform of what is no matrix, where ``tx`` is one of whole matrices; else None.
       dimension_numbers: then, which leaves are matrices, as `owner_muon`.
       quantizer: of gradients; ``error_feedback(midrise(3))`` by default; ``dense()`` for the exact mean.
-      reply: codes of the update on its way back: ``decide.codes(2)`` by default, for any ``tx``;
-        ``decide.sign()`` where ``tx`` ends in a sign, ``decide.values()`` for float32.
+      reply: codes of the update: ``decide.codes(2)`` by default; ``decide.sign()`` where ``tx`` ends in a
+        sign, ``decide.values()`` for float32.
       wire: as `communicate`.
       bucket_size: as `communicate`.
 
@@ -500,8 +448,8 @@ def owner(
       A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
 
     Raises:
-      ValueError: as `communicate`; when traced, for a ``tx`` that mixes elements, uses parameters or keeps
-        arrays of another shape.
+      ValueError: as `communicate`; when traced, for a ``tx`` that mixes elements, uses parameters or
+        keeps arrays of another shape.
       TypeError: for a part of the wrong kind, or a ``tx`` that is no transform.
 
     Example:
@@ -511,8 +459,6 @@ def owner(
       ...     optax.add_decayed_weights(0.1),
       ...     optax.scale_by_learning_rate(1e-3),
       ... )
-      >>> mean = lc.owner(optax.identity(), workers="data", reply=lc.decide.codes(4))
-      >>> clipped = optax.chain(mean, optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
     References:
       This library; feedback both ways as dist-EF-blockSGD (Zheng et al., arXiv 1905.10936).

@@ -88,40 +88,31 @@ def dgc(
     """Deep Gradient Compression: momentum SGD in which a worker sends a thousandth of its values a step.
 
     ``u = m u + g``, ``v = v + u``; the ``ceil(density n)`` largest ``|v|`` of each leaf are sent, and
-    there ``u = v = 0``; ``p -= lr (sum of all that was sent / workers that took part + wd p)``. Of
-    equal magnitudes the lower index goes first.
+    there ``u = v = 0``; ``p -= lr (sum of all that was sent / workers that took part + wd p)``. Of equal
+    magnitudes the lower index goes first.
 
-    A worker with a NaN or infinity in any gradient, or asked to by ``abstain``, abstains from the
-    step: what it sends counts for nothing, and its state stays as it is. A single worker sends nothing, so
-    nothing is left out either: its update is that of plain momentum SGD, and the residual that several
-    workers left comes with the first.
-
-    What is sent loses its velocity too (momentum factor masking). So ``density=1`` has no momentum: it is
-    plain SGD on the mean gradient.
+    A worker with a NaN or infinity in any gradient, or asked to by ``abstain``, abstains. A single worker
+    sends nothing: its update is that of plain momentum SGD.
 
     Args:
       learning_rate: a number or an optax schedule.
       momentum: ``m``, in [0, 1).
       density: the share of each leaf that a worker sends, in (0, 1]; at least one value of each.
-      warmup: steps in which the density comes down from 25 % by factors of four: 25 %, 6.25 %, 1.5625 %
-        and so on, all above ``density`` for equally long. The paper takes four epochs.
-      weight_decay: decoupled, multiplied with the learning rate.
-      mask: the leaves that decay, a tree of bools or a function of the parameters.
-      workers: a `Workers` in one level, or the name of their mesh axis, or several as a
-        tuple.
+      warmup: steps in which the density comes down from 25 % by factors of four. The paper takes four
+        epochs.
+      weight_decay: decoupled.
+      mask: the leaves that decay.
+      workers: a `Workers` in one level, or the name of their mesh axis, or several.
 
     Returns:
-      A chain; its first state is a `DGCState`; `audit.of` counts what it sends. ``update(updates,
-      state, params, abstain=None)`` takes gradients that vary over ``workers``, floating leaves of any
-      shape, and returns updates of the same shapes and dtypes that are the same on every worker.
-      ``abstain``: ``bool[]`` of this worker. Leaves that are cut over other mesh axes are sent shard by
-      shard: the k largest of each.
+      A chain; its first state is a `DGCState`. ``update(updates, state, params, abstain=None)`` takes
+      gradients that vary over ``workers``, floating leaves of any shape, and returns updates of the same
+      shapes and dtypes that are the same on all. Leaves that are cut over other mesh axes are sent shard
+      by shard.
 
     Raises:
-      ValueError: for a density outside (0, 1], a momentum outside [0, 1), a ``warmup`` below 0 or with
-        a density of at least 25 %, or workers in two levels; when traced,
-        for an axis that is not bound, gradients that were already reduced, or a leaf of which a device
-        holds 2**31 elements or more.
+      ValueError: for a density outside (0, 1], a momentum outside [0, 1), a ``warmup`` that does not fit,
+        or workers in two levels; when traced, for gradients that were already reduced.
       TypeError: for a mask that is not of bools; when traced, for integer or complex leaves.
 
     Example:

@@ -23,17 +23,15 @@ def diloco(
     local=optax.adamw(...))``, and hands over ``d_i``, its parameters before minus those after. Here
     ``d = mean_i d_i``, ``v = m v + d``, ``p -= lr (d + m v)``. It travels once in H steps.
 
-    With ``bits`` codes travel, up and down, with a scale for each row of 128: bits + 1/8 a parameter each
-    way. Worker i sends those of ``d_i + e_i`` and keeps their error ``e_i``; the owner of a chunk
-    does the same with the mean, so that nothing is lost, only late.
+    With ``bits`` codes travel, up and down, with a scale for each row of 128. Worker i sends those of
+    ``d_i + e_i`` and keeps their error ``e_i``; the owner of a chunk does the same with the mean.
 
     Args:
       learning_rate: of the mean difference, a number or an optax schedule of the calls; 1 with momentum
         0 is averaging of models.
       momentum: in [0, 1); 0 keeps none. The same on every worker.
       bits: of a code, 1 to 8, both up and down; None for a mean in float32.
-      workers: the workers: a `Workers`, or the name of their mesh axis; a tuple of several names is one
-        group of workers.
+      workers: a `Workers`, or the name of their mesh axis, or several.
 
     Returns:
       A transform; its ``update`` must run where the workers' axis is bound.
@@ -42,20 +40,17 @@ def diloco(
       ValueError: for a momentum outside [0, 1), or bits out of range.
 
     Example:
-      Four steps of AdamW on each worker, and then four bits each way:
-
       >>> import jax, jax.numpy as jnp, lioncub_jax as lc, optax
-      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> workers = lc.Workers(mesh, "data")
+      >>> workers = lc.Workers.one_per_device()
       >>> tx = lc.baselines.diloco(bits=4, workers=workers)
       >>> local = optax.adamw(1e-2)
-      >>> def loss(params, batch, rng):
-      ...     return jnp.mean((batch @ params["w"]) ** 2)
+      >>> loss = lambda params, batch, rng: jnp.mean((batch @ params["w"]) ** 2)
       >>> state = lc.init_state(tx, {"w": jnp.ones((3, 1))}, workers, local=local)
       >>> step = lc.make_train_step(loss, tx, workers, local_steps=4, local=local)
-      >>> state, metrics = step(state, jnp.ones((4 * 8, 3)))  # 8 rows for each local step
-      >>> int(state.step), state.local_state[0].count.tolist()
-      (1, [4])
+      >>> rows = jnp.ones((4 * 8 * workers.count, 3))  # 8 for each local step
+      >>> state, metrics = step(state, rows)
+      >>> int(state.step)
+      1
 
     References:
       Douillard et al. (arXiv 2311.08105), algorithm 1, with its values as defaults; codes with

@@ -91,15 +91,12 @@ def one_bit_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """1-bit Adam: AdamW on the mean gradient at first, then momentum in one bit under a frozen variance.
 
-    For ``warmup`` steps gradients are averaged in float32. From then on v stays, and each worker sends the
-    sign and scales of ``m_i + e_i``, ``m_i = b1 m + (1 - b1) g_i``; the owner of each chunk averages them,
-    adds its own error, and sends signs and scales back: the new m, the same for all. Errors of codes
-    are kept on both sides and added to later ones.
+    For ``warmup`` steps gradients are averaged in float32. From then on v stays, and each worker sends
+    the sign and scales of ``m_i + e_i``, ``m_i = b1 m + (1 - b1) g_i``; the owner of each chunk averages
+    them, adds its own error, and sends signs and scales back: the new m, the same for all.
 
-    A worker with a NaN or infinity in any gradient, or asked to by ``abstain``, abstains, in both
-    stages: the others average without it, and its error stays. If no worker takes part, m, v and the
-    errors stay, and the update is only the decay. A single worker sends nothing and codes nothing: its v
-    freezes all the same, and its m is exact.
+    A worker with a NaN or infinity in any gradient, or asked to by ``abstain``, abstains in both stages.
+    A single worker sends nothing and codes nothing: its v freezes all the same.
 
     Args:
       learning_rate: a number or an optax schedule.
@@ -108,20 +105,17 @@ def one_bit_adam(
       eps: added to the root, above 0.
       weight_decay: decoupled, multiplied with the learning rate.
       mask: the leaves that decay, a tree of bools or a function of the parameters.
-      warmup: steps in full precision, at least 1: until the variance is steady, and so not before the
-        learning rate is. An element that has no gradient until then is never moved.
-      workers: a `Workers`, in two levels too, or the name of their mesh axis, or several
-        as a tuple.
+      warmup: steps in full precision, at least 1: until the variance is steady.
+      workers: a `Workers`, in two levels too, or the name of their mesh axis, or several.
 
     Returns:
-      A chain; its first state is a `OneBitAdamState`; `audit.of` counts what it sends, in full
-      precision too. ``update(updates, state, params, abstain=None)`` takes gradients that vary over
-      the workers, floating leaves of any shape, and returns updates of the same shapes and dtypes that
-      are the same on every worker; it and ``init`` must run where their axis is bound.
+      A chain; its first state is a `OneBitAdamState`. ``update(updates, state, params, abstain=None)``
+      takes gradients that vary over the workers, floating leaves of any shape, and returns updates of the
+      same shapes and dtypes that are the same on all.
 
     Raises:
-      ValueError: for betas outside [0, 1), an ``eps`` that is not above 0, a ``warmup`` that is no whole
-        number of at least 1; when traced, as `communicate`.
+      ValueError: for betas outside [0, 1), an ``eps`` that is not above 0, a ``warmup`` below 1; when
+        traced, as `communicate`.
       TypeError: for a mask that is not of bools; when traced, for integer or complex leaves.
 
     Example:

@@ -85,46 +85,29 @@ def powersgd(
 ) -> optax.GradientTransformationExtraArgs:
     """PowerSGD: any optax transform, of an approximation of the mean gradient by matrices of low rank.
 
-    A leaf of ``m x n`` travels as ``rank (m + n)`` float32 where that is less than ``m n``; all others,
-    such as vectors, as they are, in float32. A step has two all-reduces: one of all ``P``, of what is not
-    compressed and of the number of those who take part, and one of all ``Q``. What the approximation
-    leaves out a worker adds to its next gradient. A step begins with the ``Q`` of the one before, so that
-    the approximation of a mean that stays the same becomes the best one of that rank.
+    A leaf of ``m x n`` travels as ``rank (m + n)`` float32 where that is less than ``m n``; all others as
+    they are. A step has two all-reduces, of all ``P`` and of all ``Q``, and begins with the ``Q`` of the
+    one before. What the approximation leaves out a worker adds to its next gradient.
 
-    With ``bits`` both factors travel in codes, up and down, in rows of 128 elements that are rotated,
-    so that none stands out, with a scale for each: ``rank (m + n) (bits + 1/8)`` bits a matrix each way.
-    Workers keep the errors of codes with those of the approximation, so a rank of 16 in 6 bits costs less
-    than one of 4 in float32.
-    Leaves that are not compressed travel in codes too, and have errors then.
-
-    A worker with a NaN or infinity in any gradient, or asked to by ``abstain``, abstains from the
-    step: it counts for nothing in the means, and its error stays as it is. If no worker takes
-    part, the transform sees zeros: momentum goes on, weights decay. A single worker sends nothing and
-    compresses nothing: the transform sees its gradient, or zeros if that is not finite.
-
-    PyTorch's ``powerSGD_hook`` differs in this. By default it has rank 1, sends whole gradients for the
-    first 1000 steps, and compresses what becomes less than half. Its matrices are a tensor's first
-    dimension x all others, its factors have the gradient's dtype, and ``Q`` is orthonormalised before it is
-    used. It knows no abstention: a NaN of one worker stays in the errors of all.
+    With ``bits`` both factors travel in codes, in rotated rows of 128: ``rank (m + n) (bits + 1/8)`` bits
+    a matrix each way. A worker with a NaN or infinity in any gradient, or asked to by ``abstain``,
+    abstains. A single worker sends and compresses nothing.
 
     Args:
-      tx: such as ``optax.sgd(0.1, momentum=0.9)``, ``optax.adamw(3e-3)`` or ``optax.lion(1e-4)``.
+      tx: such as ``optax.sgd(0.1, momentum=0.9)`` or ``optax.adamw(3e-3)``.
       rank: of the approximation, at least 1. The paper has 1, 2 and 4.
       bits: of a code, 1 to 8; None for float32, as in the paper.
-      workers: a `Workers` in one level, or the name of their mesh axis, or several as a
-        tuple.
+      workers: a `Workers` in one level, or the name of their mesh axis, or several.
 
     Returns:
-      A chain of a `PowerSGDState` and that of ``tx``; `audit.of` counts what it sends. ``update(updates,
-      state, params, abstain=None)`` takes gradients that vary over ``workers``, floating leaves of any
-      shape, and returns updates of the same shapes that are the same on every worker. ``abstain``:
-      ``bool[]`` of this worker. Leaves that are cut over other mesh axes are compressed shard by shard,
-      each a matrix of its own; a checkpoint of them is restored where they are cut the same way.
+      A chain of a `PowerSGDState` and that of ``tx``. ``update(updates, state, params, abstain=None)``
+      takes gradients that vary over ``workers``, floating leaves of any shape, and returns updates of the
+      same shapes that are the same on every worker. Leaves that are cut over other mesh axes are
+      compressed shard by shard.
 
     Raises:
-      ValueError: for a rank below 1, bits out of range, or workers in two levels; from ``init`` and
-        ``audit.of``, for leaves without a matrix, or a rank with which none would be compressed; when
-        traced, for an axis that is not bound, or gradients that were already reduced.
+      ValueError: for a rank below 1, bits out of range, or workers in two levels; from ``init``, where
+        nothing would be compressed; when traced, for gradients that were already reduced.
       TypeError: for a ``tx`` that is no transform; from ``init``, for integer or complex leaves.
 
     Example:

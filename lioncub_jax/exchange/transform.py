@@ -98,50 +98,40 @@ def communicate(
     """Exchanges codes between workers: their gradients in, one update out, the same on every worker.
 
     ``c_i = momentum.interpolate(g_i, mu_i)``, ``u = decide(Q(c_1 + e_1), ..., Q(c_W + e_W))``, ``mu_i =
-    momentum.update(g_i, mu_i)``; see `step` for the whole step. The learning rate and weight decay stand
-    behind it in a chain, as behind ``optax.scale_by_lion``. The first transform that is built adds two
-    listeners to ``jax.monitoring``. By them each program that votes is read once XLA has compiled it;
-    ``audit.mode("allow")`` makes them read nothing.
+    momentum.update(g_i, mu_i)``. The learning rate and weight decay stand behind it in a chain. The first
+    transform that is built adds two listeners to ``jax.monitoring``, by which each program that votes is
+    read once XLA has compiled it.
 
-    A worker with a NaN or infinity in any leaf, or asked to by ``abstain``, abstains: it casts no vote, and
-    its momentum and error stay as they are (with ``bucket_size``, and several workers: in buckets with such
-    a value). A row of 128 elements that are all exactly zero is not voted on by that worker; a row on which
-    no worker votes gets update 0. A single worker sends nothing, so nothing is quantized either.
+    A worker with a NaN or infinity in any leaf, or asked to by ``abstain``, abstains: it casts no vote,
+    and its momentum and error stay.
 
     Args:
-      workers: a `Workers`; the name of a mesh axis, bound by ``jax.shard_map`` or ``jax.pmap``,
-        or of several, a tuple, that are one group of voters together; None for one device without a mesh.
-        `Workers` with a ``group`` are two levels: the gradients are averaged in full precision inside the
-        group by a reduce-scatter, each device keeps momentum and votes for its part of the parameters, and
-        the packed replies are gathered inside the group.
-      momentum: the rule: ``blend(b1, b2)``, or ``nothing()``: signSGD, or momentum that lives at the owner.
+      workers: as `lion_cub`. With a ``group`` gradients are averaged in full precision inside the group,
+        and each device keeps momentum and votes for its part of the parameters.
+      momentum: the rule: ``blend(b1, b2)``, or ``nothing()``: signSGD, or momentum that lives at the
+        owner.
       quantizer: from values to codes; default ``sign()``.
       decision: of the owner of a chunk: ``majority()`` (default), ``ternary()`` (default for
         codes with a zero), ``average()`` or ``at_owner(tx)``.
       wire: ``two_phase()`` (default), ``gathered()``, ``counts()`` or ``all_reduce()``.
-      bucket_size: elements after which a new bucket begins; None for no limit. Each bucket travels as
-        soon as its gradients are there, and a worker among several abstains from each separately: with a
-        value that is not finite in one it still votes on the others. docs/reports/accelerators.md tells
-        when it pays.
+      bucket_size: elements after which a new bucket begins, which travels by itself; None for no limit.
 
     Returns:
       A transform. ``update(updates, state, params, abstain=None)`` takes gradients that vary over
-      ``workers``, floating leaves of any shape, and returns updates of the same shapes and dtypes that are
-      the same on every worker. ``abstain``: ``bool[]`` of this worker, True to abstain. `audit.of` has
-      the bytes that it sends.
+      ``workers``, floating leaves of any shape, and returns updates of the same shapes and dtypes that
+      are the same on every worker. ``abstain``: ``bool[]`` of this worker.
 
     Raises:
       ValueError: for parts that do not fit together; when traced, for an axis that is not bound,
-        gradients that were already reduced, a state of other parameters, an ``abstain`` that is no
-        ``bool[]``, or too many workers for a codec or wire.
-      TypeError: without a momentum rule, or for a part of another kind; when traced, for integer or complex
-        leaves, or a misspelled ``abstain``.
+        gradients that were already reduced, a state of other parameters, or too many workers for a codec
+        or wire.
+      TypeError: without a momentum rule, or for a part of another kind; when traced, for integer or
+        complex leaves, or a misspelled ``abstain``.
 
     Example:
       >>> import lioncub_jax as lc, optax
       >>> tx = optax.chain(
       ...     lc.communicate(workers="data", momentum=lc.momentum.blend()),
-      ...     optax.add_decayed_weights(0.1),
       ...     optax.scale_by_learning_rate(1e-4),
       ... )
 

@@ -59,33 +59,28 @@ def map_step(
 
         state_i, metrics_i = step(state, rows_i)
 
-    and what is proven to be the same on all workers is the result. It differs, and is not an error, in
-    these cases: each worker's own state of an optimizer, as ``[workers, ...]``; batch statistics, which are
-    averaged over the workers with finite ones; numbers, of which floating ones are averaged and whole ones
-    added; and rows, which are joined.
+    and what is proven to be the same on all workers is the result. What may differ: each worker's own
+    state of an optimizer is ``[workers, ...]``; batch statistics and floating numbers are averaged, and
+    whole numbers added; rows are joined.
 
     Args:
-      step: any function of pytrees, also one that changes modules of nnx in place; jitted or not.
-      workers: a `Workers`, on a mesh with Auto or Explicit axes.
-      rows: the batch: the name or place of an argument, or several; a dict gives the dimension in which
-        the rows are, ``{"batches": 1}``. By default the last argument, and what lies over the workers.
-      averaged: names in the paths of floating state that is averaged over the workers in each step, besides
-        ``nnx.BatchStat``, such as ``("batch_stats",)``.
-      out: what becomes of results by a name in their path, where it is not told by the above: ``"rows"``
-        (joined), ``"mean"``, ``"sum"``, or ``"each"`` (``[workers, ...]``).
-      donate: arguments whose memory the step takes over, where it compiles itself.
-      local_steps: 1; `make_train_step` has steps that each worker takes alone, between two exchanges.
+      step: any function of pytrees, also one that changes modules of nnx in place.
+      workers: a `Workers`.
+      rows: the batch: the name or place of an argument, or several; a dict gives the dimension of the
+        rows, ``{"batches": 1}``. By default the last argument, and what lies over the workers.
+      averaged: names in the paths of floating state that is averaged, besides ``nnx.BatchStat``.
+      out: other results by a name in their path: ``"rows"``, ``"mean"``, ``"sum"``, or ``"each"``.
+      donate: arguments whose memory the step takes over.
+      local_steps: 1; see `make_train_step`.
 
     Returns:
-      The step on global arrays, a `MappedStep`. It compiles itself, and may be called under ``jax.jit``,
-      ``nnx.jit``, ``lax.scan``. Random keys among the arguments are folded with the number of the worker,
-      each its own; a key that comes back is that of one device.
+      The step on global arrays, a `MappedStep`. Random keys among the arguments are
+      folded with the number of the worker.
 
     Raises:
       TypeError: for no `Workers`.
       ValueError: for ``out`` that is none of these; when called, for rows that the workers do not divide,
-        an array that differs and must not, a cond by what differs in which workers talk, and gradients that
-        are the same on all workers.
+        an array that differs and must not, and gradients that are the same on all workers.
 
     Example:
       >>> import jax, jax.numpy as jnp, lioncub_jax as lc, optax

@@ -133,68 +133,39 @@ def make_train_step(
 ) -> TrainStep:
     """Builds the jitted training step of workers on a mesh.
 
-    Each worker takes the gradient of its part of the batch, ``tx`` turns the local gradients into one
-    agreed update, and every worker applies it. A worker whose loss is not finite abstains and
-    keeps its model state (under `global_gradients` none can: a mean takes in everything). Inside a
-    worker the compiler shards the model over the inner axes, as the parameters lie.
-
-    With ``local`` each worker first takes ``local_steps`` steps of its own from the common parameters, and
-    hands ``tx`` its parameters before minus those after in place of a gradient, once in a call: so
-    ``global_gradients(optax.sgd(1.0), workers=...)`` is averaging of models, and ``baselines.diloco(...)``
-    is DiLoCo. A worker whose loss or difference is not finite keeps its local state too.
+    Each worker takes the gradient of its part of the batch, and ``tx`` makes one update of all. With
+    ``local`` each takes ``local_steps`` steps of its own, and hands ``tx`` its parameters before minus
+    those after. A worker whose loss is not finite abstains.
 
     Args:
-      loss_fn: ``(params, batch, rng) -> loss`` or ``(loss, aux)``; where `init_state` was given a model
-        state, ``(params, model_state, batch, rng) -> (loss, aux, model_state)``, such as `from_nnx`
-        returns. The loss is the mean over its part of the batch.
-      tx: the optimizer; the one given to `init_state`. Transforms that ask for the ``value`` of the loss,
-        such as ``optax.contrib.reduce_on_plateau``, get that of the metrics: the mean over the workers and
-        over the parts of ``accumulate``, not finite if that of one worker is not. A transform that takes
-        ``diverged`` gets this worker's flag, ``bool[]``: its loss is not finite, and it should abstain.
-      workers: a `Workers`, on a mesh with Auto or Explicit axes.
-      batch_spec: how the batch is cut, such as ``P(("data", "fsdp"))``; by default over the workers (and
-        the group) only. The workers' axes come first in its first entry.
-      accumulate: parts into which a worker cuts its batch; their gradients are averaged, in float32 at
-        least, before the exchange.
-      local_steps: into how many parts a worker cuts its batch first, each for a step of its own.
-      local: the optimizer of these steps, any optax transform in which workers do not talk; the one
-        given to `init_state`. Its state is each worker's own and stays from call to call, so schedules in
-        it count local steps. In two levels there is none.
+      loss_fn: ``(params, batch, rng) -> loss`` or ``(loss, aux)``; with a model state
+        ``(params, model_state, batch, rng) -> (loss, aux, model_state)``. A mean over its part of the
+        batch.
+      tx: the optimizer; the one given to `init_state`. It is told the mean loss as ``value``.
+      workers: a `Workers`.
+      batch_spec: how the batch is cut, by default over the workers.
+      accumulate: parts of a worker's batch, whose gradients are averaged before the exchange.
+      local_steps: parts of a worker's batch, each for a step of its own.
+      local: the optimizer of these steps; the one given to `init_state`.
 
     Returns:
-      ``step(state, batch) -> (state, metrics)``, a `TrainStep`, whose ``compiled`` takes options for
-      XLA. The batch is a tree of arrays whose first dimension is a multiple of what
-      ``batch_spec`` cuts it into, times ``local_steps`` and ``accumulate``; numbers in it go whole to each
-      worker, and so do arrays that the loss closes over, such as class weights.
-      In several processes an array of NumPy, or on a process' own devices, is the rows that its devices
-      take: each reads its own, as many in each step, and in the first call they compare how many, and
-      whether some are the same. A global ``jax.Array`` is as it is, and shapes are global.
-
-      ``metrics`` is a plain dict, ``"loss"`` first, then the entries of an ``aux`` dict by name; an
-      ``aux`` that is no dict is the entry ``"aux"``. Numbers are arrays of shape ``[]`` that are the same
-      everywhere, for a progress bar or a log: floating ones the mean over the workers, whole ones and
-      bools their sum. The loss is not finite if that of one worker is. Arrays come back as they are
-      with a leading ``[workers]`` axis, ``[workers, accumulate]`` if the batch is cut, with ``local``
-      ``[workers, local_steps, ...]``. In two levels each device of a group counts here, not each worker.
+      ``step(state, batch) -> (state, metrics)``, a `TrainStep`. In several processes a NumPy array is the
+      rows of this one. ``metrics`` is a dict of ``"loss"`` and the entries of ``aux``: floating numbers
+      are the mean over the workers, whole ones their sum, and arrays have a leading ``[workers]``.
 
     Raises:
-      TypeError: for no `Workers`, a loss that cannot be called, or a ``local`` that is no transform; when
-        called, for a loss that returns other values.
-      ValueError: for ``accumulate`` or ``local_steps`` below 1, ``local_steps``
-        without ``local``, a ``local`` in which workers talk, a ``tx`` that calls the loss itself, or a loss
-        that closes over an array on the mesh; when
-        called, for a batch that does not divide, rows of processes that do not fit, a state that was given
-        to an earlier step or is another optimizer's, or an optimizer whose update differs between workers.
+      TypeError: for no `Workers`, or a loss that returns other values.
+      ValueError: for numbers below 1, or ``local_steps`` without ``local``; when called, for a batch that
+        does not divide, a state of another optimizer, or updates that differ between workers.
 
     Example:
       >>> import jax, jax.numpy as jnp, lioncub_jax as lc
-      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> workers = lc.Workers(mesh, "data")
+      >>> workers = lc.Workers.one_per_device()
       >>> tx = lc.lion_cub(1e-3, workers=workers)
       >>> loss = lambda params, batch, rng: jnp.mean((batch @ params["w"]) ** 2)
       >>> state = lc.init_state(tx, {"w": jnp.ones((3, 1))}, workers)
       >>> step = lc.make_train_step(loss, tx, workers)
-      >>> state, metrics = step(state, jnp.ones((8, 3)))
+      >>> state, metrics = step(state, jnp.ones((8 * workers.count, 3)))
       >>> float(metrics["loss"])
       9.0
 
