@@ -32,7 +32,7 @@ from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers, worker_axes
 from lioncub_jax.mesh.specs import StateSpecs, specs_in_step
 
-__all__ = ["Schedule", "SyncState", "coded", "every", "first", "sync_momentum", "thinning"]
+__all__ = ["Schedule", "coded", "every", "first", "sync_momentum", "thinning"]
 
 
 class Schedule(NamedTuple):
