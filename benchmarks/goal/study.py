@@ -242,7 +242,7 @@ class Study:
     # --- Sentences
 
     def learnt(self) -> str:
-        """Five sentences, each with its error; what is not there yet is said."""
+        """Sentences, each with its error; what is not there yet is said."""
         longer = {says: self.by_steps(name, LENGTHS) for name, says in OURS.items()}
         sentences = {
             "the vote beside float32 Lion": (
@@ -252,6 +252,7 @@ class Study:
             "methods after 1,024 steps": (
                 "**1,024 steps, and float32 AdamW.**", self.by_method(OURS | OTHERS)
             ),
+            "Muon": ("**Muon in codes.**", self.muon()),
             "the length of a run": (
                 "**Longer runs, and float32 AdamW.**",
                 "".join(f" {says}: {text}" for says, text in longer.items() if text),
@@ -269,18 +270,33 @@ class Study:
             for n, (about, (lead, text)) in enumerate(sentences.items(), 1)
         )
 
+    def muon(self) -> str:
+        """`owner_muon` beside float32 AdamW and float32 Muon, and how many tokens it needs."""
+        texts = []
+        for key, says in COLUMNS.items():
+            cell = self.cell(key)
+            adamw, muon = cell.behind("owner-muon"), cell.behind("owner-muon", "muon")
+            if adamw and muon:
+                tokens = self.ratio("owner-muon", key)
+                texts.append(
+                    f" After {says}: {adamw.text()} beside float32 AdamW, {muon.text()} beside float32 Muon"
+                    + f", and {tokens} of AdamW's tokens to the same loss." * bool(tokens)
+                    + "." * (not tokens)
+                )
+        return "".join(texts)
+
     def outcome(self) -> str:
         """One sentence for a first page: the last losses of ours, less that of float32 AdamW."""
         known = [
-            f"by {difference.value:+.3f} ± {difference.error:.3f} with `{says}`, which sends "
-            f"{pages.bits(name, WORKERS):.2g} bits"
+            f"by {difference.value:+.3f} ± {difference.error:.3f} with `{says}` "
+            f"({pages.bits(name, WORKERS):.2g} bits a parameter)"
             for name, says in FIRST.items()
             if (difference := self.cell(NOISY).behind(name))
         ]
         said = (
             f"After {NOISY.steps:,} steps the loss differs from that of float32 AdamW, in bits per byte, "
-            f"{', and '.join(known)}. Float32 AdamW sends {pages.bits(BASE, WORKERS):.0f} bits for a "
-            "parameter."
+            f"{', '.join(known[:-1])}, and {known[-1]}. Float32 AdamW sends "
+            f"{pages.bits(BASE, WORKERS):.0f} bits a parameter."
         )
         return textwrap.fill(said, 118) + "\n"
 
@@ -307,7 +323,7 @@ OURS = {
     "vote-2-bits": "`lion_cub` with 2 bits up", "vote": "`lion_cub`",
 }  # fmt: skip
 OTHERS = {"powersgd-16": "PowerSGD of rank 16", "one-bit-adam": "1-bit Adam"}
-FIRST = {"owner-adamw": "owner_adamw", "owner-muon": "owner_muon", "vote": "lion_cub"}
+FIRST = {"owner-muon": "owner_muon", "owner-adamw": "owner_adamw", "vote": "lion_cub"}
 EXCHANGES = {
     "adamw-micro-4": "AdamW with 4 micro-steps", "adamw-micro-16": "With 16",
     "vote-micro-4": "`lion_cub` with 4", "vote-micro-16": "With 16",
