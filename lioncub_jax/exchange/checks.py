@@ -1,4 +1,8 @@
-"""Errors and warnings when a transform is built or traced; each has what to do instead."""
+"""Errors and warnings when a transform is built or traced; each has what to do instead.
+
+In the order of the file: single arguments, with the decorator for classes of traced numbers; what ``init``
+and ``update`` are given; and the jaxpr of a transform that shall run on a chunk of the rows.
+"""
 
 import contextvars
 import dataclasses
@@ -39,6 +43,9 @@ def component(cls: type[Component]) -> type[Component]:
     So numbers in it may be traced arrays.
     """
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False)(cls))
+
+
+# --- Single arguments
 
 
 def check_number(
@@ -124,6 +131,8 @@ def check_kinds(**parts: tuple[Any, type]) -> None:
             built = "what a function that builds one returns, called, such as quantize.sign() and not sign"
             raise TypeError(f"{name}={given!r} is not a {kind.__name__}: give {built}")
 
+
+# --- What ``init`` and ``update`` are given
 
 # Set while a whole step is traced and then read, which proves what these look for; see `training.differ`.
 proven = contextvars.ContextVar("proven", default=False)
@@ -426,6 +435,8 @@ def decay_mask(mask: Any) -> Any:
 
     return None if mask is None else fitted
 
+
+# --- Jaxprs
 
 # Operations with results of the shape of their operands that mix elements all the same.
 _MIXING = re.compile(

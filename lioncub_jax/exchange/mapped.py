@@ -2,6 +2,13 @@
 
 So ``optax.chain``, ``nnx.Optimizer`` and ``TrainState`` call ``init`` as they do for any optimizer.
 ``update`` runs in one worker.
+
+Which copies of an array of the state differ is said by what states declare and by their place in a chain.
+A transform in front of an exchange sees the gradients of one worker, so its state is that worker's. A
+transform behind the exchange sees the agreed update, and a wrapper around it (masks, labels, injected
+hyperparameters) sees no gradient, so their state is the same on all workers. The class of a state
+declares more: ``exchanges = True`` where workers communicate in the transform, and ``holders()``, see
+`Holder`. Nothing is read off `update`.
 """
 
 import contextlib
@@ -156,6 +163,9 @@ GRADIENT = (
 
 # The axes of the workers while ``init`` makes the state of one of them.
 _placing: contextvars.ContextVar[Axes] = contextvars.ContextVar("placing", default=())
+
+
+# --- The state of all workers
 
 
 class MappedTransform(NamedTuple):

@@ -1,4 +1,4 @@
-"""Decisions on votes, which are counted on packed words.
+"""Decisions: their contract, and those on votes, which are counted on packed words.
 
 Codes ``q_i`` in ``0..max_code`` stand for signed votes ``v_i = 2 q_i - max_code``, so ``sum_i v_i > 0`` is
 ``sum_i q_i > n max_code / 2``. `majority` breaks ties by ``bits.tie_bits``: fair, and the same on every

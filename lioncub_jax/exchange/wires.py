@@ -7,9 +7,18 @@
 | ``counts(dtype)`` | all-reduce of integers | | 2 (W-1)/W d sizeof(dtype) |
 | ``all_reduce()`` | all-reduce of values | | 2 (W-1)/W d * 4 (bfloat16: 2) |
 
-`message` has what is in a message and in a reply. The second half of the file has the collectives in full
-precision: means and sums over the workers, and the gradients' and replies' way inside a group of devices.
-Sums over the shards of a leaf are in `mesh.axes`.
+The rows of a bucket are cut into as many chunks as there are workers. About one chunk a worker sends a
+message, and the chunk's owner sends a reply; both are words of 32 bits:
+
+    message    planes of codes | 1: participates | of each row: voted on (1 bit), or its scale (bfloat16)
+    reply      planes of the decision | ties | workers that participated | pairs of votes | data of the rows
+
+Row j of a packed message, ``uint32[chunks, words]``, goes to the owner of chunk j. What arrives is bounded:
+a worker may send any words, and has one vote.
+
+In the order of the file: names in a program, by which `audit.watch` finds what is sent; messages and
+replies; wires; and the collectives in full precision, which are means and sums over the workers, and the
+gradients' and replies' way inside a group of devices. Sums over the shards of a leaf are in `mesh.axes`.
 """
 
 import contextlib
@@ -32,7 +41,9 @@ from lioncub_jax.exchange.means import common_dtype, halves, of_halves
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 
-# --- Names
+__all__ = ["Format", "Wire", "all_reduce", "counts", "gathered", "two_phase"]
+
+# --- Named scopes, which change no instruction
 
 DECLARED = "lioncub.declared"  # floats of a trainer that are meant to travel
 DECIDED = "lioncub.decided"  # an update in which no single worker decides to communicate
@@ -59,6 +70,8 @@ def floats(tree: optax.Updates) -> contextlib.AbstractContextManager[None]:
     sizes = sorted({x.size for x in jax.tree.leaves(tree)})
     return jax.named_scope(".".join(["lioncub.floats", *map(str, sizes)]))
 
+
+# --- Messages and replies
 
 CACHE_LINE, VECTOR = 32, 128  # words
 LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
@@ -338,7 +351,7 @@ def split(size: Format, words: jax.Array) -> tuple[list[jax.Array], jax.Array, A
     return planes, rest[..., : size.numbers], row_data
 
 
-__all__ = ["Format", "Wire", "all_reduce", "counts", "gathered", "two_phase"]
+# --- Wires
 
 
 def _as_they_are(replies: jax.Array, axis: Axes) -> jax.Array:
