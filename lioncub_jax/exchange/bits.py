@@ -74,18 +74,15 @@ def row_words(rows: int) -> int:
 # --- Bits of elements
 
 
-def pack(codes: jax.Array, p: int = 1, zero_signs: jax.Array | None = None) -> list[jax.Array]:
+def pack(codes: jax.Array, p: int = 1) -> list[jax.Array]:
     """Packs codes of ``p`` bits; all of their planes in one pass over what computes them.
 
     One reduction, into which the compiler fuses whatever computes the codes, joins eight rows and up to
     four bits of a code in a word; those are few, and are joined again to the planes.
 
     Args:
-      codes: bool, or uint32 below ``2**p``, ``[..., rows, 128]``; rows as of `whole_rows`. With
-        ``zero_signs`` the last bit marks an element that is not zero, and the others are its code.
+      codes: bool, or uint32 below ``2**p``, ``[..., rows, 128]``; rows as of `whole_rows`.
       p: how many bits.
-      zero_signs: ``uint32[..., 4 rows]``, the sign of each element that has no mark: where the bit is 1 it
-        gets the upper one of the two codes in the middle, ``100..``, else the lower, ``011..``, as given.
 
     Returns:
       ``p`` planes, ``uint32[..., 4 rows]`` each, the least significant first.
@@ -100,11 +97,8 @@ def pack(codes: jax.Array, p: int = 1, zero_signs: jax.Array | None = None) -> l
     lead, rows = codes.shape[:-2], codes.shape[-2]
     if kernels.for_tpu() and rows % BLOCK == 0:
         flat = codes.astype(jnp.uint32).reshape(-1, ROW)
-        planes = [x.reshape(*lead, -1) for x in kernels.pack_tiles(flat, p)]
-        return planes if zero_signs is None else _set_zero_signs(planes, zero_signs)
-    sides = [None, None] if zero_signs is None else _in_blocks(zero_signs, rows)
-    blocks = zip(_rows_in_blocks(codes), sides, strict=False)
-    parts = [_pack_blocks(x, p, side) for x, side in blocks]
+        return [x.reshape(*lead, -1) for x in kernels.pack_tiles(flat, p)]
+    parts = [_pack_blocks(x, p) for x in _rows_in_blocks(codes)]
     return [_joined(each, lead) for each in zip(*parts, strict=True)]
 
 
@@ -117,14 +111,23 @@ def iota_along(size: int, at: int, ndim: int, by: int = 1) -> jax.Array:
     return lax.expand_dims(by * jnp.arange(size, dtype=jnp.uint32), others)
 
 
-def _set_zero_signs(planes: Sequence[jax.Array], zero_signs: jax.Array) -> list[jax.Array]:
-    """Gives elements without a mark the side in ``zero_signs``, bit by bit."""
-    *lower, upper, marks = planes
-    aside = zero_signs & ~marks
-    return [*[x & ~aside for x in lower], upper | aside, marks]
+def with_zero_signs(
+    planes: Sequence[jax.Array], marks: jax.Array, signs: jax.Array
+) -> list[jax.Array]:
+    """Planes of mid-rise codes in which zeros, elements without a mark, have a random sign.
+
+    Args:
+      planes: ``uint32[words]`` each, in which a zero has the lower one of the two codes in the middle,
+        ``011..``; where its bit in ``signs`` is 1 it gets the upper one, ``100..``.
+      marks: ``uint32[words]``, 1 for an element that is not zero.
+      signs: ``uint32[words]``, as `random_signs`.
+    """
+    *lower, upper = planes
+    aside = signs & ~marks
+    return [*[x & ~aside for x in lower], upper | aside]
 
 
-def _pack_blocks(codes: jax.Array, p: int, zero_signs: jax.Array | None) -> list[jax.Array]:
+def _pack_blocks(codes: jax.Array, p: int) -> list[jax.Array]:
     """``[..., 32, lanes]`` to ``uint32[..., lanes]`` for each plane."""
     lead, lanes = codes.shape[:-2], codes.shape[-1]
     striped = codes.astype(jnp.uint32).reshape(*lead, _STRIPES, _APART, lanes)
@@ -136,9 +139,8 @@ def _pack_blocks(codes: jax.Array, p: int, zero_signs: jax.Array | None) -> list
             four = striped >> k if k else striped
             four = four & 0xF if p > _APART else four
             nibbles = lax.reduce_or(four << at, (len(lead),))
-        stripes.append((nibbles >> (k % _APART)) & _EVERY_FOURTH)
-    if zero_signs is not None:
-        stripes = _set_zero_signs(stripes, (zero_signs[..., None, :] >> row) & _EVERY_FOURTH)
+        bit = k % _APART
+        stripes.append((nibbles >> bit if bit else nibbles) & _EVERY_FOURTH)
     # A reduction, because XLA stores its result; a sum of terms would be computed again for each use.
     return xla.reduced([operator.or_] * p, [x << row for x in stripes], len(lead))
 

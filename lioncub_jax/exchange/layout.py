@@ -79,6 +79,14 @@ class Piece(NamedTuple):
         return len(self.segments) > 1
 
     @property
+    def kind(self) -> "Piece":
+        """The piece without its place: the same for all large leaves of one shape."""
+        if self.joined:
+            return self._replace(starts=())
+        only = self.segments[0]._replace(leaf=0, first_row=0)
+        return self._replace(segments=(only,), first_row=0, starts=())
+
+    @property
     def idle(self) -> int:
         """Rows behind its leaves."""
         return self.rows - sum(s.rows for s in self.segments)
@@ -451,6 +459,8 @@ def _filled(piece: Piece) -> jax.Array:
     row = jnp.arange(piece.rows, dtype=jnp.int32)
     if not piece.joined:  # large, perhaps: computed where it is used, and never kept
         full, rest = divmod(piece.segments[0].size, ROW)
+        if full == piece.rows:
+            return jnp.full(full, ROW, jnp.int32)
         return jnp.where(row < full, ROW, jnp.where(row == full, rest, 0)).astype(jnp.int32)
     short = [s for s in piece.segments if s.size % ROW]
     last = np.array([s.first_row + s.rows - 1 - piece.first_row for s in short], np.int32)

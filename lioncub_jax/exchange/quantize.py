@@ -31,8 +31,8 @@ from lioncub_jax.exchange.wires import LARGEST_BFLOAT16, Format, Message
 
 __all__ = [
     "Codec",
+    "Coded",
     "Context",
-    "Message",
     "Quantizer",
     "dense",
     "error_feedback",
@@ -79,7 +79,9 @@ class Codec(NamedTuple):
     Attributes:
       max_code: ``num_workers -> largest code``; raises ``ValueError`` if the sum over so many workers does
         not fit.
-      encode: ``(float32[rows, 128], Context) -> Message``.
+      encode: ``(float32[rows, 128], Context) -> Coded``, of a piece.
+      finish: ``(Coded, Context) -> Message``, of a whole bucket: what takes a pass over words takes little
+        time for all pieces at once, and a compiler's time for each of them.
       decode: ``(codes, scales) -> float32[..., rows, 128]`` of codes, or dense values, of that shape, and
         scales ``[..., rows]``. None for votes.
       midtread: the middle code is zero.
@@ -92,7 +94,8 @@ class Codec(NamedTuple):
     """
 
     max_code: Callable[[int], int]
-    encode: Callable[[jax.Array, "Context"], Message]
+    encode: Callable[[jax.Array, "Context"], "Coded"]
+    finish: Callable[["Coded", "Context"], Message]
     decode: Callable[..., jax.Array] | None = None
     midtread: bool = False
     dense: np.dtype | None = None
@@ -144,7 +147,8 @@ class Context(NamedTuple):
       first_word: ``uint32[]``, the word of all buckets where the rows begin.
       worker: ``int32[]``, index of the worker.
       deal: of the leaves, if whole matrices were dealt; else None.
-      draw: of the signs of a worker's zeros, for codes without a zero.
+      zero_signs: ``uint32[words]``, a random sign of each element of the bucket, for those that are 0.
+      start: ``uint32[]``, the block of the bucket with which the rows begin; None for the whole bucket.
       noise: ``float32[rows, 128]`` in [0, 1) for stochastic rounding, or None.
       leaf_mean: ``float32[rows]``, mean magnitude of the leaf of each row, or None.
     """
@@ -157,7 +161,8 @@ class Context(NamedTuple):
     first_word: jax.Array
     worker: jax.Array
     deal: Deal | None = None
-    draw: bits.SignDraw | None = None
+    zero_signs: jax.Array | None = None
+    start: jax.Array | None = None
     noise: jax.Array | None = None
     leaf_mean: jax.Array | None = None
 
@@ -170,15 +175,33 @@ class Context(NamedTuple):
         assert self.row_sizes is not None
         return self.in_chunks(layout.real_elements(self.row_sizes))
 
-    def zero_signs(self, words: int) -> jax.Array:
-        """``uint32[chunks, words of a chunk]``, a random sign for each zero: see `bits.random_signs`."""
-        assert self.draw is not None
-        return self.in_chunks(bits.random_signs(self.first_word, words, self.draw))
+    def signs_of_zeros(self, rows: int) -> jax.Array:
+        """``uint32[rows, 128]``, a random sign, 0 or 1, of each element: see `bits.random_signs`."""
+        words = self.zero_signs
+        assert words is not None
+        if self.start is not None:
+            blocks = words.reshape(-1, ROW)
+            words = lax.dynamic_slice_in_dim(blocks, self.start, rows // bits.BLOCK).reshape(-1)
+        return bits.unpack([self.in_chunks(words)], rows // self.num_chunks).reshape(-1, ROW)
 
     def tie_bits(self, words: int) -> jax.Array:
         """``uint32[chunks, words]``, fair bits for ties, the same on every worker: see `bits.tie_bits`."""
         drawn = bits.tie_bits(self.first_word, self.num_chunks * words, self.num_steps)
         return self.in_chunks(drawn)
+
+
+class Coded(NamedTuple):
+    """Codes of one worker about a piece; those of all pieces are joined, and `Codec.finish` takes them.
+
+    Attributes:
+      planes: ``uint32[words]`` each: plane k has bit k of every code; then other bits.
+      scales: ``bfloat16[rows]``, the scale of each row, or None where it stays at the worker.
+      by_row: ``bool[rows]`` each, facts about rows.
+    """
+
+    planes: list[jax.Array]
+    scales: jax.Array | None = None
+    by_row: Sequence[jax.Array] = ()
 
 
 class Quantizer(NamedTuple):
@@ -258,31 +281,33 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     check_bits("midrise", p, 1)
     max_code, middle = 2**p - 1, 2 ** (p - 1)
 
-    def encode(x: jax.Array, context: Context) -> Message:
+    def encode(x: jax.Array, context: Context) -> Coded:
         mean, finite = row_mean(x, context.row_sizes)
         scale = to_bfloat16(GAUSSIAN_STEP[p] * mean)
+        zeros = context.signs_of_zeros(len(x))
         if context.noise is None:
-            q = midrise_codes(x, x > 0, scale, p)
+            q = midrise_codes(x, (x > 0) | ((x == 0) & (zeros > 0)), scale, p)
         else:
             level = jnp.floor(_divided(x, scale) + (middle - 0.5) + context.noise)
-            level = jnp.where(x == 0, middle - 1, jnp.clip(level, 0, max_code))
-            q = level.astype(jnp.uint32)
-        *planes, _ = _packed(
-            q | ((x != 0).astype(jnp.uint32) << p), p + 1, context, with_zero_signs=True
-        )
-        voted = bits.pack_rows(context.in_chunks(mean > 0)).reshape(-1)
-        return Message(planes, voted, scale.astype(jnp.bfloat16), jnp.all(finite))
+            level = jnp.clip(level, 0, max_code).astype(jnp.uint32)
+            q = jnp.where(x == 0, middle - 1 + zeros, level)
+        return Coded(_packed(q, p, context), scale.astype(jnp.bfloat16), [mean > 0, finite])
 
-    def vote(x: jax.Array, context: Context) -> Message:
-        if p == 1 and context.noise is None:  # needs no scale
-            return _signs(x, context)
+    def finish(coded: Coded, context: Context) -> Message:
+        voted, finite = coded.by_row
+        voted = bits.pack_rows(context.in_chunks(voted)).reshape(-1)
+        return Message(coded.planes, voted, coded.scales, jnp.all(finite))
+
+    def vote(x: jax.Array, context: Context) -> Coded:
         return encode(x, context)._replace(scales=None)
 
     def num_codes(num_workers: int) -> int:
         return max_code
 
-    votes = Codec(num_codes, vote, rounding=rounding)
-    values = votes._replace(encode=encode, decode=_decoder(max_code))
+    values = Codec(num_codes, encode, finish, rounding=rounding, decode=_decoder(max_code))
+    votes = values._replace(encode=vote, decode=None)
+    if p == 1 and rounding is None:  # needs no scale
+        votes = votes._replace(encode=_signs, finish=_voted_signs)
     return Quantizer(_name("midrise", p, rounding), votes, values)
 
 
@@ -322,7 +347,7 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
             )
         return 2 * s
 
-    def encode(x: jax.Array, context: Context) -> Message:
+    def encode(x: jax.Array, context: Context) -> Coded:
         assert context.leaf_mean is not None
         s = max_code(context.format.num_workers) // 2
         t = _divided(x, context.leaf_mean) * (s / 2)
@@ -331,7 +356,9 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
         q = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
         return _midtread(q, x, (2 * s).bit_length(), context)
 
-    codec = Codec(max_code, encode, midtread=True, rounding=rounding, uses_leaf_mean=True)
+    codec = Codec(
+        max_code, encode, _with_flaws, midtread=True, rounding=rounding, uses_leaf_mean=True
+    )
     return Quantizer(_name("integer", p, rounding), codec)
 
 
@@ -351,7 +378,7 @@ def ternary(*, rounding: Rounding | None = None) -> Quantizer:
       2
     """
 
-    def encode(x: jax.Array, context: Context) -> Message:
+    def encode(x: jax.Array, context: Context) -> Coded:
         if context.noise is None:
             q = jnp.where(x > 0, 2, jnp.where(x < 0, 0, 1)).astype(jnp.uint32)
         else:
@@ -363,7 +390,7 @@ def ternary(*, rounding: Rounding | None = None) -> Quantizer:
         return 2
 
     name = "ternary(stochastic)" if rounding else "ternary"
-    return Quantizer(name, Codec(max_code, encode, midtread=True, rounding=rounding))
+    return Quantizer(name, Codec(max_code, encode, _with_flaws, midtread=True, rounding=rounding))
 
 
 def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
@@ -393,7 +420,7 @@ def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     check_bits("levels", p, 2)
     s = 2 ** (p - 1) - 1
 
-    def encode(x: jax.Array, context: Context) -> Message:
+    def encode(x: jax.Array, context: Context) -> Coded:
         scale = _up_to_bfloat16(jnp.max(jnp.abs(x), axis=1) / s)
         scale = jnp.where(scale < LEAST, 0, scale)
         t = _divided(x, scale)
@@ -405,13 +432,13 @@ def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
         q = (jnp.clip(jnp.round(t), -largest, largest) + s).astype(jnp.uint32)
         return _midtread(q, x, p, context)._replace(scales=scale.astype(jnp.bfloat16))
 
-    def vote(x: jax.Array, context: Context) -> Message:
+    def vote(x: jax.Array, context: Context) -> Coded:
         return encode(x, context)._replace(scales=None)
 
     def max_code(num_workers: int) -> int:
         return 2 * s
 
-    votes = Codec(max_code, vote, midtread=True, rounding=rounding)
+    votes = Codec(max_code, vote, _with_flaws, midtread=True, rounding=rounding)
     values = votes._replace(encode=encode, decode=_decoder(2 * s))
     return Quantizer(_name("levels", p, rounding), votes, values)
 
@@ -434,9 +461,12 @@ def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
     if dtype.name not in ("float32", "bfloat16"):
         raise ValueError(f"dense({dtype.name}): values travel as float32 or bfloat16")
 
-    def encode(x: jax.Array, context: Context) -> Message:
+    def encode(x: jax.Array, context: Context) -> Coded:
         words = means.saturated(x, dtype).view(jnp.uint32).reshape(-1)
-        return Message([words], None, None, jnp.all(jnp.isfinite(x)))
+        return Coded([words], by_row=[jnp.all(jnp.isfinite(x), axis=1)])
+
+    def finish(coded: Coded, context: Context) -> Message:
+        return Message(coded.planes, None, None, jnp.all(coded.by_row[0]))
 
     def decode(values: jax.Array, scales: jax.Array | None) -> jax.Array:
         values = values.astype(jnp.float32)
@@ -445,7 +475,9 @@ def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
     def max_code(num_workers: int) -> int:
         return 0
 
-    return Quantizer(f"dense({dtype.name})", value=Codec(max_code, encode, decode, dense=dtype))
+    return Quantizer(
+        f"dense({dtype.name})", value=Codec(max_code, encode, finish, decode, dense=dtype)
+    )
 
 
 def error_feedback(
@@ -525,7 +557,7 @@ def rotated(quantizer: Quantizer) -> Quantizer:
             "goes around it; give midrise(p), as in error_feedback(rotated(midrise(1)))"
         )
 
-    def encode(x: jax.Array, context: Context) -> Message:
+    def encode(x: jax.Array, context: Context) -> Coded:
         # After the rotation the padding is not zero any more, so all 128 elements count.
         context = context._replace(row_sizes=None)
         return codec.encode(rotation.rotated(x, context.num_steps), context)
@@ -623,26 +655,35 @@ def _decoder(max_code: int) -> Callable[..., jax.Array]:
     return decode
 
 
-def _packed(codes: jax.Array, p: int, context: Context, with_zero_signs: bool) -> list[jax.Array]:
-    """Packs codes ``[rows, 128]`` to planes ``uint32[4 rows]``, part by part."""
-    words = len(codes) * bits.WORDS_PER_ROW
-    signs = context.zero_signs(words) if with_zero_signs else None
-    return [plane.reshape(-1) for plane in bits.pack(context.in_chunks(codes), p, signs)]
+def _packed(fields: jax.Array, p: int, context: Context) -> list[jax.Array]:
+    """Packs fields ``[rows, 128]`` to planes ``uint32[4 rows]``, part by part."""
+    return [plane.reshape(-1) for plane in bits.pack(context.in_chunks(fields), p)]
 
 
-def _signs(x: jax.Array, context: Context) -> Message:
-    fields = (~jnp.isfinite(x)).astype(jnp.uint32) | ((x > 0).astype(jnp.uint32) << 1)
-    fields |= (x != 0).astype(jnp.uint32) << 2
-    not_finite, positive, marks = _packed(fields, 3, context, with_zero_signs=True)
-    rows = x.shape[0] // context.num_chunks
-    voted = bits.any_in_rows(marks.reshape(-1, rows * bits.WORDS_PER_ROW), rows)
-    return Message([positive], voted.reshape(-1), None, jnp.all(not_finite == 0))
+def _signs(x: jax.Array, context: Context) -> Coded:
+    # Of two bits, positive and not zero, a number has no (1, 0): it stands for what is not finite.
+    fields = (x > 0).astype(jnp.uint32) | ((x != 0).astype(jnp.uint32) << 1)
+    return Coded(_packed(jnp.where(jnp.isfinite(x), fields, 1), 2, context))
 
 
-def _midtread(codes: jax.Array, x: jax.Array, p: int, context: Context) -> Message:
+def _voted_signs(coded: Coded, context: Context) -> Message:
+    positive, marks = coded.planes
+    assert context.zero_signs is not None
+    finite = jnp.all(positive & ~marks == 0)
+    planes = bits.with_zero_signs([positive], marks, context.zero_signs)
+    words = context.in_chunks(marks)
+    voted = bits.any_in_rows(words, words.shape[1] // bits.WORDS_PER_ROW)
+    return Message(planes, voted.reshape(-1), None, finite)
+
+
+def _midtread(codes: jax.Array, x: jax.Array, p: int, context: Context) -> Coded:
     fields = codes | ((~jnp.isfinite(x)).astype(jnp.uint32) << p)
-    *planes, not_finite = _packed(fields, p + 1, context, with_zero_signs=False)
-    return Message(planes, None, None, jnp.all(not_finite == 0))
+    return Coded(_packed(fields, p + 1, context))
+
+
+def _with_flaws(coded: Coded, context: Context) -> Message:
+    *planes, not_finite = coded.planes
+    return Message(planes, None, coded.scales, jnp.all(not_finite == 0))
 
 
 def _divided(x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -68,14 +68,14 @@ from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.exchange.means import at_least_float32, saturated
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.plan import BucketPlan, Exchange, Plan
-from lioncub_jax.exchange.quantize import Codec, Context
+from lioncub_jax.exchange.quantize import Codec, Coded, Context
 from lioncub_jax.exchange.votes import Decision
 from lioncub_jax.exchange.wires import (
     BucketStats,
     Message,
     Reply,
+    addressed,
     collect,
-    join,
     publish,
 )
 from lioncub_jax.mesh import axes
@@ -156,18 +156,22 @@ def step(
     )  # fmt: skip
 
     # All buckets are encoded before one is sent: a NaN in the last may keep this worker out of the first.
-    inputs, piece_messages = [], []  # of each bucket, for each piece
-    for bucket in plan.buckets:
+    inputs, coded, messages = [], [], []  # of each bucket; the first two for each piece
+    starts = [first_blocks(plan, bucket) for bucket in plan.buckets]
+    for bucket, own_starts in zip(plan.buckets, starts, strict=True):
         inputs.append([interpolate(rule, piece, grads, state) for piece in bucket.pieces])
-        piece_messages.append(encode(codec, plan, bucket, inputs[-1]))
-    participates = participation(plan, piece_messages, abstain)
+        each, message = encode(codec, plan, bucket, own_starts, inputs[-1])
+        coded.append(each)
+        messages.append(message)
+    participates = participation(plan, messages, abstain)
 
     updates: dict[int, jax.Array] = {}
     mu: dict[int, jax.Array] = {}
     error: dict[int, jax.Array] = {}
     new_owner_states, stats = [], []
+    of_leaf = jax.jit(partial(error_of_leaf, codec, plan), static_argnums=(0, 1))
     for k, bucket in enumerate(plan.buckets):
-        message = join(piece_messages[k], bucket.message, participates[k])
+        message = addressed(messages[k], bucket.message, participates[k])
         received = collect(wire, message, bucket.message, exchange.axis)
         with jax.named_scope("lioncub.decide"):
             context = decide_context(codec, plan, bucket, wire.sharded)
@@ -176,15 +180,15 @@ def step(
         new_owner_states.append(owner_state)
         stats.append(replies.stats)
 
-        decoded = decode(decision, plan, bucket, replies)
-        for own, piece_message, u in zip(inputs[k], piece_messages[k], decoded, strict=True):
+        decoded = decode(decision, bucket, starts[k], replies)
+        for own, own_codes, u in zip(inputs[k], coded[k], decoded, strict=True):
             piece = own.piece
             updates |= split_update(plan, piece, u)
             with jax.named_scope("lioncub.remember"):
-                kept = codec, plan, bucket, piece_message
+                kept = codec, plan, bucket.layout.packed_chunks, own_codes
                 # A coded sync keeps no error apart from mu, which becomes u + e.
                 if own.error is not None:
-                    error |= store_error(own, *kept, state.error, participates[k])
+                    error |= store_error(own, of_leaf, *kept, state.error, participates[k])
                 if own.momentum is not None:
                     new_mu = next_momentum(rule, own, u, partial(next_error, *kept))
                     mu |= store(plan, piece, own.momentum, new_mu, state.mu, participates[k])
@@ -285,47 +289,56 @@ def interpolate(
 
 @jax.named_scope("lioncub.pack")
 def encode(
-    codec: Codec, plan: Plan, bucket: BucketPlan, inputs: Sequence[PieceInput]
-) -> list[Message]:
-    """``q = Q(c + e)`` of each piece of a bucket."""
-    rows = [x.rows for x in inputs]
-    contexts = encode_contexts(codec, plan, bucket, rows)
-    return [codec.encode(x, context) for x, context in zip(rows, contexts, strict=True)]
-
-
-def encode_contexts(
-    codec: Codec, plan: Plan, bucket: BucketPlan, rows: Sequence[jax.Array]
-) -> list[Context]:
-    """Facts that the codec needs about each piece of a bucket, of values ``rows``."""
-    pieces = bucket.pieces
+    codec: Codec, plan: Plan, bucket: BucketPlan, starts: Sequence[jax.Array],
+    inputs: Sequence[PieceInput],
+) -> tuple[list[Coded], Message]:  # fmt: skip
+    """``q = Q(c + e)`` of each piece of a bucket, and the message with all of them."""
+    pieces, rows, rounding = bucket.pieces, [x.rows for x in inputs], codec.rounding
+    whole = encode_context(codec, plan, bucket, rows[0])
     means: Sequence[jax.Array | None] = [None] * len(pieces)
     if codec.uses_leaf_mean:
         means = leaf_means(plan, bucket, rows)
-    first_rows = [bucket.layout.first_row + piece.first_row for piece in pieces]
-    first_words = xla.runtime_constants([x * WORDS_PER_ROW for x in first_rows], plan.num_steps)
+
+    @jax.jit  # traced once for all large leaves of one shape
+    def of_piece(x: jax.Array, **facts: Any) -> Coded:
+        return codec.encode(x, whole._replace(**facts))
+
+    coded = []
+    for k, piece in enumerate(pieces):
+        sizes, first, size = bucket.row_sizes, piece.first_row, piece.rows
+        each = of_piece(
+            rows[k],
+            num_steps=plan.num_steps,
+            row_sizes=None if sizes is None else sizes[first:][:size],
+            zero_signs=whole.zero_signs,
+            start=starts[k] if len(pieces) > 1 else None,
+            noise=None if rounding is None else noise(rounding.seed, plan, bucket, piece),
+            leaf_mean=means[k],
+        )
+        coded.append(each)
+    return coded, codec.finish(jax.tree.map(lambda *parts: jnp.concatenate(parts), *coded), whole)
+
+
+def encode_context(codec: Codec, plan: Plan, bucket: BucketPlan, rows: jax.Array) -> Context:
+    """Facts that the codec needs about a bucket, whose values begin with ``rows``."""
+    layout = bucket.layout
     draw = bits.draw_signs(plan.num_steps, plan.worker, plan.num_workers)
     if plan.abstains_per_bucket:
         # XLA fuses kernels with a common operand, and the first bucket would wait for the last gradient. So
         # each bucket has its own copy.
-        draw = bits.SignDraw(*[xla.delayed_by(x, rows[0][0, 0]) for x in draw])
-    contexts, rounding = [], codec.rounding
-    for k, piece in enumerate(pieces):
-        sizes, first, size = bucket.row_sizes, piece.first_row, piece.rows
-        first_word = first_words[k] + bucket.shard * bucket.layout.total_rows * WORDS_PER_ROW
-        context = Context(
-            codec=codec,
-            format=bucket.message,
-            num_chunks=bucket.layout.packed_chunks,
-            num_steps=plan.num_steps,
-            row_sizes=None if sizes is None else sizes[first:][:size],
-            first_word=first_word,
-            worker=plan.worker,
-            draw=draw,
-            noise=None if rounding is None else noise(rounding.seed, plan, bucket, piece),
-            leaf_mean=means[k],
-        )
-        contexts.append(context)
-    return contexts
+        draw = bits.SignDraw(*[xla.delayed_by(x, rows[0, 0]) for x in draw])
+    first_word = (layout.first_row + bucket.shard * layout.total_rows) * WORDS_PER_ROW
+    words = sum(piece.rows for piece in bucket.pieces) * WORDS_PER_ROW
+    return Context(
+        codec=codec,
+        format=bucket.message,
+        num_chunks=layout.packed_chunks,
+        num_steps=plan.num_steps,
+        row_sizes=bucket.row_sizes,
+        first_word=jnp.asarray(first_word, jnp.uint32),
+        worker=plan.worker,
+        zero_signs=xla.materialized(bits.random_signs(first_word, words, draw)),
+    )
 
 
 def noise(seed: int, plan: Plan, bucket: BucketPlan, piece: Piece) -> jax.Array:
@@ -373,7 +386,7 @@ def sums_of_leaves(x: jax.Array, piece: Piece) -> jax.Array:
 
 
 def participation(
-    plan: Plan, encoded: Sequence[Sequence[Message]], abstain: jax.Array | None
+    plan: Plan, encoded: Sequence[Message], abstain: jax.Array | None
 ) -> list[jax.Array]:
     """``bool[]`` for each bucket: all values are finite on all devices of the worker, and not ``abstain``.
 
@@ -390,8 +403,8 @@ def participation(
         return ~axes.any_over_shards(abstains, plan.axis)
 
     if plan.abstains_per_bucket:
-        return [participates(messages) for messages in encoded]
-    return [participates([x for messages in encoded for x in messages])] * len(encoded)
+        return [participates([message]) for message in encoded]
+    return [participates(encoded)] * len(encoded)
 
 
 # --- Decide
@@ -422,25 +435,37 @@ def decide_context(codec: Codec, plan: Plan, bucket: BucketPlan, sharded: bool) 
 # --- Decode
 
 
+def first_blocks(plan: Plan, bucket: BucketPlan) -> list[jax.Array]:
+    """``uint32[]``, the block with which each piece of a bucket begins; see `xla`."""
+    return xla.runtime_constants([x.first_row // BLOCK for x in bucket.pieces], plan.num_steps)
+
+
 @jax.named_scope("lioncub.unpack")
-def decode(decision: Decision, plan: Plan, bucket: BucketPlan, reply: Reply) -> list[jax.Array]:
-    """``u`` of each piece, ``[devices, rows, 128]``."""
+def decode(
+    decision: Decision, bucket: BucketPlan, starts: Sequence[jax.Array], reply: Reply
+) -> list[jax.Array]:
+    """``u`` of each piece, ``[devices, rows, 128]``; ``starts`` as `first_blocks`."""
     codec, fmt, num_rows = decision.reply_codec, bucket.reply, bucket.layout.rows
     devices = len(reply.planes[0]) // fmt.num_workers
     if not bucket.layout.large:  # one piece
         u = codec.decode(reply.planes, reply.row_data, fmt.num_rows, fmt)
         return [u.reshape(devices, -1, ROW)]
-    # Each piece by itself: large leaves of one shape share a kernel.
-    first_blocks = [piece.first_row // BLOCK for piece in bucket.pieces]
-    starts = xla.runtime_constants(first_blocks, plan.num_steps)
+    by_block = [x.reshape(devices, num_rows // BLOCK, -1) for x in reply.planes]
     data = reply.row_data
-    by_block = (devices, num_rows // BLOCK, -1)
+    data = None if data is None else data.reshape(devices, num_rows // BLOCK, -1)
+
+    @partial(jax.jit, static_argnums=3)  # traced once for all large leaves of one shape
+    def of_piece(
+        by_block: Sequence[jax.Array], data: jax.Array | None, start: jax.Array, rows: int
+    ) -> jax.Array:
+        size = rows // BLOCK
+        planes = [slice_blocks(x, start, size) for x in by_block]
+        row_data = None if data is None else slice_blocks(data, start, size)
+        return codec.decode(planes, row_data, rows, fmt)
+
     updates = []
     for start, piece in zip(starts, bucket.pieces, strict=True):
-        size = piece.rows // BLOCK
-        planes = [slice_blocks(x.reshape(by_block), start, size) for x in reply.planes]
-        row_data = None if data is None else slice_blocks(data.reshape(by_block), start, size)
-        updates.append(codec.decode(planes, row_data, piece.rows, fmt))
+        updates.append(of_piece(by_block, data, start, piece.rows))
     return updates
 
 
@@ -486,13 +511,12 @@ def next_momentum(
     return layout.rows_to_piece(error(exact) + u.reshape(exact.shape), x.piece)
 
 
-def next_error(
-    codec: Codec, plan: Plan, bucket: BucketPlan, message: Message, exact: jax.Array
-) -> jax.Array:
+def next_error(codec: Codec, plan: Plan, parts: int, coded: Coded, exact: jax.Array) -> jax.Array:
     """``e = keep (c + e - dequantize(q))``, of the rows ``c + e`` of a piece. Padding may hold anything."""
-    assert codec.decode is not None and message.scales is not None
-    scales = message.scales.reshape(bucket.layout.packed_chunks, -1)
-    planes = [plane.reshape(len(scales), -1) for plane in message.planes]
+    assert codec.decode is not None and coded.scales is not None
+    scales = coded.scales.reshape(parts, -1)
+    code_bits = codec.max_code(plan.num_workers).bit_length()
+    planes = [plane.reshape(len(scales), -1) for plane in coded.planes[:code_bits]]
     rows = codec.decode(bits.unpack(planes, scales.shape[1]), scales)
     if codec.rotates:
         rows = rotation.undone(rows, plan.num_steps)
@@ -501,31 +525,44 @@ def next_error(
 
 
 def store_error(
-    x: PieceInput, codec: Codec, plan: Plan, bucket: BucketPlan, message: Message,
-    leaves: Sequence[jax.Array], participates: jax.Array,
+    x: PieceInput, of_leaf: Callable[..., jax.Array], codec: Codec, plan: Plan, parts: int,
+    coded: Coded, leaves: Sequence[jax.Array], participates: jax.Array,
 ) -> dict[int, jax.Array]:  # fmt: skip
-    """The new error of each leaf of a piece, as `store`."""
-    assert x.error is not None and message.scales is not None
+    """The new error of each leaf of a piece, as `store`; ``of_leaf`` is `error_of_leaf`, traced once."""
+    assert x.error is not None and coded.scales is not None
     if x.piece.joined:
         exact = at_least_float32(plus_error(x.direction, x.error))
-        error = next_error(codec, plan, bucket, message, exact)
+        error = next_error(codec, plan, parts, coded, exact)
         return store(plan, x.piece, x.error, error, leaves, participates)
     [s] = x.piece.segments
-    error, sizes = layout.piece_to_rows(x.error, x.piece), plan.row_sizes[s.leaf]
+    sizes = plan.row_sizes[s.leaf]
     if sizes is not None:  # rows that fill the chunks of all workers have none
-        sizes = layout.pad_rows(sizes, len(error))
+        sizes = layout.pad_rows(sizes, x.piece.rows)
+    coded = Coded(coded.planes, coded.scales.astype(jnp.float32))
+    error = of_leaf(
+        x.piece.kind, parts, plan.num_steps, x.error, x.direction, coded, sizes, participates
+    )
+    return {s.leaf: error}
 
-    def new(error: jax.Array, direction: jax.Array, message: Message) -> jax.Array:
-        exact = plus_error(layout.piece_to_rows(direction, x.piece), error)
-        made = next_error(codec, plan, bucket, message, at_least_float32(exact))
+
+def error_of_leaf(
+    codec: Codec, plan: Plan, piece: Piece, parts: int, num_steps: jax.Array, error: jax.Array,
+    direction: jax.Array, coded: Coded, sizes: jax.Array | None, participates: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """The new error of a leaf, in its shape."""
+    plan = plan._replace(num_steps=num_steps)
+
+    def new(error: jax.Array, direction: jax.Array, coded: Coded) -> jax.Array:
+        exact = plus_error(layout.piece_to_rows(direction, piece), error)
+        made = next_error(codec, plan, parts, coded, at_least_float32(exact))
         return saturated(layout.zero_padding(made, sizes), error.dtype)
 
-    def old(error: jax.Array, direction: jax.Array, message: Message) -> jax.Array:
+    def old(error: jax.Array, direction: jax.Array, coded: Coded) -> jax.Array:
         return error
 
-    message = message._replace(scales=message.scales.astype(jnp.float32))
-    error = xla.chosen(participates, new, old, error, x.direction, message)
-    return {s.leaf: layout.rows_to_piece(error, x.piece)}
+    error = layout.piece_to_rows(error, piece)
+    error = xla.chosen(participates, new, old, error, direction, coded)
+    return layout.rows_to_piece(error, piece)
 
 
 def store(

@@ -78,14 +78,14 @@ LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
 
 
 class Message(NamedTuple):
-    """Codes of one worker about a piece; joined, about a whole bucket.
+    """Codes of one worker about a bucket.
 
     Attributes:
       planes: ``uint32[words]`` each, plane k with bit k of every code; of dense values their own bits.
       voted: ``uint32[blocks]``, one bit for each row on which the worker votes; None for codes with a
         zero. Of codes that are decoded it does not travel.
       scales: ``bfloat16[rows]``, the scale of each row, or None where it stays at the worker.
-      participates: ``bool[]``: all values are finite; of a bucket: the worker participates.
+      participates: ``bool[]``: all values are finite; of what is sent: the worker participates.
     """
 
     planes: list[jax.Array]
@@ -220,25 +220,20 @@ def padded_size(words: int, multiple: int) -> int:
     return bits.round_up(words, multiple) if words >= 100 * VECTOR else words
 
 
-def join(pieces: Sequence[Message], fmt: Format, participates: jax.Array) -> Message:
-    """Joins the messages about the pieces of a bucket, padded to W chunks.
+def addressed(message: Message, fmt: Format, participates: jax.Array) -> Message:
+    """The message about a bucket, padded to W chunks.
 
     A worker that does not participate sends nothing that counts: codes for zero, no row with a vote, or
     scales of 0. Dense values stay as they are, and the owner leaves them out by ``participates``.
     """
-    planes, voted, scales = [], None, None
-    for k in range(fmt.planes):
-        planes.append(_padded([x.planes[k] for x in pieces], fmt, fmt.plane_words))
-    if fmt.marks_rows:
-        voted = _padded([x.voted for x in pieces], fmt, fmt.row_words)
-    if fmt.sends_scales:
-        scales = _padded([x.scales for x in pieces], fmt, fmt.num_rows)
+    planes = [_padded(x, fmt, fmt.plane_words) for x in message.planes]
+    voted, scales = None, None
     if fmt.midtread:
         planes = zero_unless(participates, planes, fmt)
-    if voted is not None:
-        voted = jnp.where(participates, voted, 0)
-    if scales is not None:
-        scales = jnp.where(participates, scales, 0)
+    if fmt.marks_rows:
+        voted = jnp.where(participates, _padded(message.voted, fmt, fmt.row_words), 0)
+    if fmt.sends_scales:
+        scales = jnp.where(participates, _padded(message.scales, fmt, fmt.num_rows), 0)
     return Message(planes, voted, scales, participates)
 
 
@@ -250,8 +245,8 @@ def zero_unless(
     return [jnp.where(participates, x, zero) for x, zero in zip(planes, zeros, strict=True)]
 
 
-def _padded(parts: Sequence[Any], fmt: Format, words: int) -> jax.Array:
-    return layout.pad_rows(jnp.concatenate(parts), fmt.num_workers * words)
+def _padded(x: Any, fmt: Format, words: int) -> jax.Array:
+    return layout.pad_rows(x, fmt.num_workers * words)
 
 
 def pack_message(message: Message, fmt: Format) -> jax.Array:
