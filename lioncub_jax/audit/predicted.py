@@ -11,19 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.audit.compiled import Collective, Operand
 from lioncub_jax.exchange.bits import ROW
-from lioncub_jax.exchange.checks import check_kinds, jaxprs_in, named_axes, refused_functions
+from lioncub_jax.exchange.checks import check_kinds, refused_functions
 from lioncub_jax.exchange.layout import Flat
 from lioncub_jax.exchange.mapped import MappedTransform
 from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.placement import Workers, check_workers
 from lioncub_jax.mesh.specs import Specs, axes_of, product, shard_shape, stacked
-from lioncub_jax.training.differ import Differences
+from lioncub_jax.training.differ import Differences, named_axes
 from lioncub_jax.training.modules import check_split
 
 # What a collective is called in a traced program, and in a compiled one.
@@ -204,7 +204,7 @@ def _ways(program: Jaxpr, workers: Workers, times: int = 1) -> list[list[Collect
     """
     ways: list[list[Collective]] = [[]]
     for step in program.eqns:
-        name, inner = step.primitive.name, jaxprs_in(step)
+        name, inner = step.primitive.name, [*jaxprs_in_params(step.params)]
         if name in _OPS:
             one = _collective(_OPS[name], step, workers, times)
             inside = set(one.axes or ()) & {*axes.names(workers.group)} or one.op != "all-reduce"

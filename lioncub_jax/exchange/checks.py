@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, Var, jaxprs_in_params
 from jax.typing import DTypeLike
 
 from lioncub_jax.exchange import compilations, wires
@@ -445,23 +445,6 @@ _MIXING = re.compile(
 )
 
 
-def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The jaxprs among the parameters of an equation, by themselves or in a sequence."""
-    found = []
-    for given in eqn.params.values():
-        for x in given if isinstance(given, tuple | list) else (given,):
-            if isinstance(x, Jaxpr | ClosedJaxpr):
-                found.append(x.jaxpr if isinstance(x, ClosedJaxpr) else x)
-    return found
-
-
-def named_axes(eqn: JaxprEqn) -> Axes:
-    """The mesh axes that an operation names."""
-    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    all_named = (named,) if isinstance(named, str) else named or ()
-    return tuple(n for n in all_named if isinstance(n, str))
-
-
 def check_elementwise(
     tx: optax.GradientTransformation, rows: jax.Array, state: Any, may_mix: bool = False
 ) -> None:
@@ -515,7 +498,7 @@ def check_elementwise(
 def _mixing_primitive(jaxpr: Jaxpr, shape: tuple[int, ...]) -> str | None:
     """The primitive by which elements of arrays of that shape are mixed, if any is."""
     for eqn in jaxpr.eqns:
-        name, inner = eqn.primitive.name, jaxprs_in(eqn)
+        name, inner = eqn.primitive.name, [*jaxprs_in_params(eqn.params)]
         if shape not in _shapes(eqn.invars):
             continue
         if not inner and (_MIXING.match(name) or _shapes(eqn.outvars) != {shape}):

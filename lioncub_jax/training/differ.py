@@ -15,11 +15,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import NamedSharding
 
-from lioncub_jax.exchange.checks import jaxprs_in, named_axes
 from lioncub_jax.exchange.mapped import GRADIENT
+from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_in, without
 
@@ -72,7 +72,8 @@ class Walk:
         return [read(x) for x in jaxpr.outvars]
 
     def _of(self, eqn: JaxprEqn, given: list[Any]) -> list[Any]:
-        name, inner, params = eqn.primitive.name, jaxprs_in(eqn), eqn.params
+        name, params = eqn.primitive.name, eqn.params
+        inner = [*jaxprs_in_params(params)]
         if name == "cond":
             by, *rest = given
             branches = [self.results(one, rest) for one in inner]
@@ -196,7 +197,11 @@ class Differences(Walk):
         is_ref = any(
             hasattr(x.aval, "inner_aval") for x in eqn.outvars
         )  # that may be written later
-        if is_ref or name in _OF_A_HOST or any(map(self._names_workers, jaxprs_in(eqn))):
+        if (
+            is_ref
+            or name in _OF_A_HOST
+            or any(map(self._names_workers, jaxprs_in_params(eqn.params)))
+        ):
             return self.each
         if name in _CASTS or not set(named_axes(eqn)).intersection(self._axes):
             return operands
@@ -216,7 +221,7 @@ class Differences(Walk):
         """Raises for a predicate that divides workers who talk in the branches or the loop."""
         if by == self.constant:
             return
-        for one in _equations(jaxprs_in(eqn)):
+        for one in _equations(jaxprs_in_params(eqn.params)):
             if not set(named_axes(one)).intersection(self._axes):
                 continue
             if one.primitive.name in (*_CASTS, "axis_index"):
@@ -250,12 +255,19 @@ class Differences(Walk):
         return _numbered(keys)
 
 
+def named_axes(eqn: JaxprEqn) -> Axes:
+    """The mesh axes that an operation names."""
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    all_named = (named,) if isinstance(named, str) else named or ()
+    return tuple(n for n in all_named if isinstance(n, str))
+
+
 def _equations(jaxprs: Iterable[Jaxpr]) -> Iterator[JaxprEqn]:
     """All equations, also of programs inside."""
     for jaxpr in jaxprs:
         for eqn in jaxpr.eqns:
             yield eqn
-            yield from _equations(jaxprs_in(eqn))
+            yield from _equations(jaxprs_in_params(eqn.params))
 
 
 class Increments(Walk):
@@ -315,7 +327,7 @@ def keys_among(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[int]:
                 kind: Any = x.aval
                 if kind.shape == (2,) and kind.dtype == "uint32":
                     origin[x] = came[0]
-            for one in jaxprs_in(eqn):
+            for one in jaxprs_in_params(eqn.params):
                 lead = len(eqn.invars) - len(one.invars)  # a cond has its predicate in front
                 pairs = zip(one.invars, places[lead:], strict=False) if lead >= 0 else ()
                 visit(one, {x: i for x, i in pairs if i is not None})
@@ -342,7 +354,7 @@ def _without(jaxpr: Jaxpr, taken: frozenset[str]) -> Jaxpr:
         if _constrains(eqn, taken):
             lies = params["sharding"]
             params["sharding"] = lies.update(spec=without(lies.spec, tuple(taken)))
-        elif jaxprs_in(eqn):
+        elif any(jaxprs_in_params(eqn.params)):
             for name, x in params.items():
                 each = x if isinstance(x, tuple) else (x,)  # such as the branches of a cond
                 each = tuple([_inside(one, taken) for one in each])
