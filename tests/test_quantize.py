@@ -35,7 +35,7 @@ def encode(quantizer, x, step, worker, *, workers):
     sizes = layout.row_sizes(bucket, [None])
     fmt = plan.message_format(codec, bucket)
     here = plan.BucketPlan(bucket, fmt, fmt, 1, None, [piece], sizes)
-    own = plan.Plan((), (), workers, (here,), (), False, False, worker, step, [None])
+    own = plan.Plan((), (), workers, (here,), (), False, False, False, worker, step, [None])
     given = PieceInput(piece, x, None, None, direction=x, rows=rows)
     _, message = encode_bucket(codec, own, here, [0], [given])
     parts = rows.reshape(bucket.packed_chunks, -1, 128)

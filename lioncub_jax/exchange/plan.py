@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lioncub_jax.exchange import bits, layout, matrices
+from lioncub_jax.exchange import bits, kernels, layout, matrices
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.layout import BucketLayout, Piece
 from lioncub_jax.exchange.matrices import Deal, Matrices
@@ -90,6 +90,7 @@ class Plan(NamedTuple):
       buckets: in which its leaves travel.
       shared: in a group of devices, the buckets of whole leaves that the group shares; this device's part
         of each is a leaf of ``buckets``. Likewise deals of whole matrices. () without either.
+      for_tpu: the program is one of TPUs, and leaves of whole tiles lie in their order.
       padding_counts: rows of nothing but padding have votes, or an owner's state.
       abstains_per_bucket: the worker abstains only from buckets with a value that is not finite.
       worker: in a step ``int32[]``, index of the worker; varies over the workers.
@@ -103,6 +104,7 @@ class Plan(NamedTuple):
     num_workers: int
     buckets: tuple[BucketPlan, ...]
     shared: tuple[BucketLayout | Deal, ...]
+    for_tpu: bool
     padding_counts: bool
     abstains_per_bucket: bool
     worker: Any = None
@@ -177,15 +179,16 @@ def make_plan(exchange: Exchange, leaves: Sequence[Any], num_workers: int, devic
     nothing: Any = None
     parts = exchange._replace(momentum_rule=nothing, decision=nothing)
     codec = decision.reply_codec
-    return _planned(parts, codec, decision.has_state, types, num_workers, devices, mesh)
+    facts = num_workers, devices, mesh, kernels.for_tpu()
+    return _planned(parts, codec, decision.has_state, types, *facts)
 
 
 @functools.lru_cache(maxsize=64)
 def _planned(
     exchange: Exchange, reply_codec: ReplyCodec, has_state: bool, types: tuple[Any, ...],
-    num_workers: int, devices: int, mesh: Any,
+    num_workers: int, devices: int, mesh: Any, for_tpu: bool,
 ) -> Plan:  # fmt: skip
-    """`make_plan` by types, and by the mesh, which has the platform and the sizes of axes."""
+    """`make_plan` by types, and by the mesh, which has the sizes of axes."""
     codec = exchange.message_codec
     leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in types]
     shared, layouts = bucket_leaves(exchange, leaves, [x[2] for x in types], num_workers, devices)
@@ -208,6 +211,7 @@ def _planned(
         num_workers,
         tuple(buckets),
         tuple(shared),
+        for_tpu,
         padding_counts=codec.midtread or has_state,
         abstains_per_bucket=exchange.bucket_size is not None,
     )

@@ -61,7 +61,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax.exchange import bits, kernels, layout, matrices, rotation, wires, xla
+from lioncub_jax.exchange import bits, layout, matrices, rotation, wires, xla
 from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW
 from lioncub_jax.exchange.layout import Piece
 from lioncub_jax.exchange.matrices import Deal
@@ -159,7 +159,7 @@ def step(
     inputs, coded, messages = [], [], []  # of each bucket; the first two for each piece
     starts = [first_blocks(plan, bucket) for bucket in plan.buckets]
     for bucket, own_starts in zip(plan.buckets, starts, strict=True):
-        inputs.append([interpolate(rule, piece, grads, state) for piece in bucket.pieces])
+        inputs.append([interpolate(plan, rule, piece, grads, state) for piece in bucket.pieces])
         each, message = encode(codec, plan, bucket, own_starts, inputs[-1])
         coded.append(each)
         messages.append(message)
@@ -269,13 +269,13 @@ def plus_error(direction: jax.Array, error: jax.Array | None) -> jax.Array:
 
 
 def interpolate(
-    rule: MomentumRule, piece: Piece, grads: Sequence[jax.Array], state: WorkerState
+    plan: Plan, rule: MomentumRule, piece: Piece, grads: Sequence[jax.Array], state: WorkerState
 ) -> PieceInput:
     """``c`` of a piece, of ``g`` and ``mu`` of all leaves; and ``c + e`` in rows."""
     g, mu, e = [layout.join_piece(x, piece) for x in (grads, state.mu, state.error)]
     c = rule.interpolate(g, mu)
     with jax.named_scope("lioncub.pack"):
-        if kernels.for_tpu() and layout.lies_in_rows(piece):
+        if plan.for_tpu and layout.lies_in_rows(piece):
             # Computed again, in rows: the kernel that packs then reads g, mu and e as they lie in memory.
             in_rows = []
             for x in (g, mu, e):
