@@ -253,7 +253,6 @@ def made() -> dict[Path, str]:
         "accuracies": tables.accuracies(METHODS, (*WORKERS, MANY)),
         "order": tables.order(("mavo", "avg", "signum", "sgd"), WORKERS),
         "codes": tables.variants("mavo", CODES, {"8 workers": eight, "4 workers": four}),
-        "syncs": tables.variants("mavo", SYNCS, {"8 workers": eight}),
         "classes": tables.variants(
             "lion", [name for name in APART if name != "lion"],
             {"alike": eight, "classes of its own": (MIDDLE, "classes")},

@@ -136,7 +136,7 @@ BEFORE = {
 def run_here(page):
     """Its blocks of Python that can run."""
     each = [one for one in pages.blocks(page) if one.language == "python"]
-    elsewhere = "not run: ", "snippet: ", "quickstart"
+    elsewhere = "not run: ", "quickstart"
     return [one.code for one in each if not one.mark.startswith(elsewhere)]
 
 
@@ -214,8 +214,7 @@ def test_every_block_of_code_is_run_or_says_why_not():
             known = [
                 mark.startswith("not run: ") and len(mark) > 15,
                 mark.startswith("run: make ") and f"\n{mark[10:]}:" in makefile,
-                mark
-                and (mark in tests or mark.startswith(("drop-in: ", "example: ", "snippet: "))),
+                mark and (mark in tests or mark.startswith(("drop-in: ", "example: ", "recipe: "))),
                 language == "python" and not mark and page in BEFORE,
                 language.startswith("{"),  # what Sphinx runs
             ]

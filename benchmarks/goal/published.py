@@ -95,30 +95,34 @@ def factors(some: Rows) -> tuple[float, float]:
 
 
 def shares() -> str:
-    """The shares of nominal rates, by kind of network."""
+    """The shares of nominal rates, by kind of network, with the issues of NCCL that have them."""
     lines = []
     for kind, limits in SHARES.items():
         for one in limits:
             limit = units.rate_text(one["up_to"]) if one["up_to"] else ""
-            lines += [[kind, limit, f"{x['share']:.0%}", x["source"]] for x in one["known"]]
+            known = sorted(x["share"] for x in one["known"])
+            sources = dict.fromkeys(source_of(x) for x in one["known"])
+            links = [
+                f"[{x.partition('NVIDIA/')[2].replace('/issues/', '#')}]({x})" if "://" in x else x
+                for x in sources
+            ]
+            lines.append([kind, limit, f"{known[0]:.0%} to {known[-1]:.0%}", ", ".join(links)])
     return report.markdown(["network", "up to", "share", "source"], lines)
 
 
 def measured() -> str:
     """A line for each method in the lab, as the plan has it from a probe there, and the errors."""
     some = {(row["rate"], row["workers"], row["method"]): row for row in report.read(MEASURED)}
-    lines = [
-        [
-            rate,
-            f"{workers}",
-            f"`{method}`",
-            *(f"{1e3 * row[x]:,.0f} ms" for x in ("seconds", "predicted")),
-        ]
-        for (rate, workers, method), row in some.items()
-    ]
+    links = dict.fromkeys(at[:2] for at in some)
+    lines = []
+    for method in dict.fromkeys(at[2] for at in some):
+        rows = [some[(*link, method)] for link in links]
+        times = [[f"{1e3 * row[x]:,.0f}" for x in ("seconds", "predicted")] for row in rows]
+        lines.append([f"`{method}`", *(", ".join(both) for both in times)])
     middle, most = factors(list(some.values()))
-    lines += [["error", "", "", f"median {middle:.2f} times", f"largest {most:.2f} times"]]
-    return report.markdown(["link", "workers", "method", "measured", "predicted"], lines)
+    head = ["measured and predicted, ms", *(f"{n} workers, {rate}" for rate, n in links)]
+    said = f"The median error is {middle:.2f} times, the largest {most:.2f} times.\n"
+    return f"{report.markdown(head, lines)}\n{said}"
 
 
 def table() -> str:

@@ -36,15 +36,6 @@ COLUMNS = {
 }  # fmt: skip
 
 
-SHORT = {
-    Key(data, tokens, workers, WIDTH, STEPS): f"{tokens:,} tokens, {workers} workers"
-    + f", data {data}" * (data != "alike")
-    for data, tokens, workers in (
-        ("alike", 32, 8), ("alike", 32, 32), ("alike", 2048, 4), ("different", 256, 8),
-    )
-}  # fmt: skip
-
-
 class Study:
     """All cells of the rows of both files."""
 
@@ -62,9 +53,7 @@ class Study:
             "learnt": self.learnt(),
             "losses": self.outcome(),
             "lengths": self.losses(COLUMNS),
-            "batches": self.losses(SHORT),
             "tokens to a loss": self.tokens_to_a_loss(),
-            "tuning": self.tuning(),
             "sizes": self.sizes(),
             "reason": self.reason(),
             "not run": self.not_run(),
@@ -134,19 +123,6 @@ class Study:
             return ""
         about, sure = "about " * read.beyond, f" ± {read.error:.2f}" if read.error else ", one seed"
         return f"{about}{read.ratio:.2f}{sure}"
-
-    def tuning(self) -> str:
-        """The choice of tuning for runs of 1,024 steps, in units of AdamW."""
-        chosen = self.cell(NOISY).rows
-        adamw = hyper_of(chosen[BASE][0])
-        lines = []
-        for name in self.names():
-            if name in chosen:
-                h = hyper_of(chosen[name][0])
-                rate, decay = f"{h.rate / adamw.rate:.2g}", f"{h.decay / adamw.decay:.2g}"
-                betas = f"{h.b1:g}, {h.b2:g}"
-                lines.append([f"`{pages.code_of(name)}`", rate, decay, betas])
-        return report.markdown(["method", "rate", "decay", "betas"], lines)
 
     def reason(self) -> str:
         """Votes with one part changed, less float32 Lion, whose rate, betas and decay they have."""

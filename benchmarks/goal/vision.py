@@ -5,8 +5,6 @@ over all methods with the same workers and shards.
 """
 
 import itertools
-import math
-import statistics
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -17,7 +15,6 @@ from report import Rows
 from goal.images import key_of
 from goal.paired import Pooled, pooled
 
-POINT = {"at the start": 0, "in the middle": 3, "at the end": -1}
 IN_PAPER = 3  # numbers of workers
 STEADY = 5.0  # points of accuracy: seeds of a method that lie farther apart say nothing of others' errors
 Setting = tuple[int, str]  # workers and shards
@@ -106,17 +103,6 @@ class Tables:
                 lines.append([self._methods[name].says, *cells])
         return report.markdown(["method", *settings], lines)
 
-    def agreement(self, name: str, numbers: Collection[int]) -> str:
-        """By number of workers, from the least layer to the most: how often mean and majority agree."""
-        lines = []
-        for workers in numbers:
-            if rows := self._rows[workers, "alike"].get(name, []):
-                at = [("agree", point) for point in POINT.values()] + [("tie", -1), ("size", -1)]
-                shares = [[_mean(rows, what, x, n) for x in rows[0]["agree"]] for what, n in at]
-                lines.append([str(workers), *(f"{min(x):.2f} to {max(x):.2f}" for x in shares)])
-        head = ["workers", *POINT, "ties at the end", "size of the mean vote"]
-        return report.markdown(head, lines) if lines else "Not run yet.\n"
-
 
 def spread(seeds: Mapping[int, float]) -> float:
     """How far the runs of a method lie apart."""
@@ -128,8 +114,3 @@ def _error(runs: Pooled | None) -> str:
     pairs = itertools.permutations(runs.means, 2) if runs else ()
     error = max((runs.less(*pair).error or 0 for pair in pairs), default=0)
     return f"{error:.1f}" if error else ""
-
-
-def _mean(rows: Rows, what: str, layer: str, point: int) -> float:
-    values = [row[what][layer][point] for row in rows]
-    return statistics.fmean(math.nan if x is None else x for x in values)

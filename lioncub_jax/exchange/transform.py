@@ -98,9 +98,8 @@ def communicate(
     """Exchanges codes between workers: their gradients in, one update out, the same on every worker.
 
     ``c_i = momentum.interpolate(g_i, mu_i)``, ``u = decide(Q(c_1 + e_1), ..., Q(c_W + e_W))``, ``mu_i =
-    momentum.update(g_i, mu_i)``. The learning rate and weight decay stand behind it in a chain. The first
-    transform that is built adds two listeners to ``jax.monitoring``, by which each program that votes is
-    read once XLA has compiled it.
+    momentum.update(g_i, mu_i)``. The learning rate and weight decay stand behind it in a chain. Two
+    listeners of ``jax.monitoring`` read each program that votes, once XLA has compiled it.
 
     A worker with a NaN or infinity in any leaf, or asked to by ``abstain``, abstains: it casts no vote,
     and its momentum and error stay.
@@ -114,7 +113,7 @@ def communicate(
       decision: of the owner of a chunk: ``majority()`` (default), ``ternary()`` (default for
         codes with a zero), ``average()`` or ``at_owner(tx)``.
       wire: ``two_phase()`` (default), ``gathered()``, ``counts()`` or ``all_reduce()``.
-      bucket_size: elements after which a new bucket begins, which travels by itself; None for no limit.
+      bucket_size: elements after which a new bucket begins; None for no limit.
 
     Returns:
       A transform. ``update(updates, state, params, abstain=None)`` takes gradients that vary over

@@ -141,7 +141,7 @@ def make_train_step(
       loss_fn: ``(params, batch, rng) -> loss`` or ``(loss, aux)``; with a model state
         ``(params, model_state, batch, rng) -> (loss, aux, model_state)``. A mean over its part of the
         batch.
-      tx: the optimizer; the one given to `init_state`. It is told the mean loss as ``value``.
+      tx: the optimizer of `init_state`. It is told the mean loss as ``value``.
       workers: a `Workers`.
       batch_spec: how the batch is cut, by default over the workers.
       accumulate: parts of a worker's batch, whose gradients are averaged before the exchange.
