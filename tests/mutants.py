@@ -210,7 +210,7 @@ MUTANTS = r"""
 - context._replace(row_sizes=None)
 + context
 
-# exchange/means.py: quantize reference
+# exchange/bits.py: quantize reference
 = a number that a dtype cannot hold becomes infinite
 - x = jnp.clip(x, -largest, largest)
 + pass
@@ -267,7 +267,7 @@ MUTANTS = r"""
 - jnp.where(lax.axis_index(tuple(sorted(of))) == 0, x, 0) if of else x
 + x / jnp.float32(lax.axis_size(tuple(sorted(of)))) if of else x
 
-# exchange/kernels.py: kernels
+# exchange/xla.py: kernels
 = a TPU reads the upper bits of a code as its lower ones
 - & 0xF) << first)
 + & 0xF))
@@ -531,7 +531,7 @@ MUTANTS = r"""
 - if asked or not agreed:
 + if True:
 
-# exchange/means.py: checkpoint face
+# exchange/bits.py: checkpoint face
 = of whole numbers of the workers the smallest is taken
 - return jnp.max(x, axis=0)
 + return jnp.min(x, axis=0)
@@ -690,7 +690,7 @@ MUTANTS = r"""
 - (g == 0) & (size <
 + (size <
 
-# exchange/means.py: training
+# exchange/bits.py: training
 = a sum beyond its dtype wraps
 - jnp.where(upper > most >> half, most, total)
 + total

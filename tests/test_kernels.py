@@ -11,18 +11,18 @@ from conftest import AXIS, assert_same, mesh_on, run_workers, workers_on
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.exchange import bits, kernels, layout
+from lioncub_jax.exchange import bits, layout, xla
 from lioncub_jax.exchange.bits import BLOCK, ROW
 
 
 @pytest.fixture
 def as_tpu(monkeypatch):
     """``as_tpu(True)``: programs are traced as for a TPU, with its kernel as plain JAX."""
-    pack = functools.partial(kernels.pack_tiles, interpret=True)
+    pack = functools.partial(xla.pack_tiles, interpret=True)
 
     def choose(yes):
-        monkeypatch.setattr(kernels, "pack_tiles", pack)
-        monkeypatch.setattr(kernels, "for_tpu", lambda: yes)
+        monkeypatch.setattr(xla, "pack_tiles", pack)
+        monkeypatch.setattr(xla, "for_tpu", lambda: yes)
 
     return choose
 
@@ -36,14 +36,14 @@ def codes_of(p, *lead_and_rows):
 @pytest.mark.parametrize(("blocks", "p"), [(1, 9), (32, 1), (33, 4), (70, 8)])
 def test_packed_by_the_kernel_codes_are_the_same_words(blocks, p):
     codes = codes_of(p, blocks * BLOCK)
-    got = kernels.pack_tiles(codes, p, interpret=True)
+    got = xla.pack_tiles(codes, p, interpret=True)
     np.testing.assert_array_equal(got, bits.pack(codes, p))
 
 
 @pytest.mark.parametrize(("p", "lead"), [(1, ()), (5, (3,)), (9, (2, 2))])
 def test_codes_come_back_in_two_steps(p, lead):
     codes = codes_of(p, *lead, 2 * BLOCK)
-    np.testing.assert_array_equal(kernels.unpack_tiles(bits.pack(codes, p)), codes)
+    np.testing.assert_array_equal(xla.unpack_tiles(bits.pack(codes, p)), codes)
 
 
 STEPS, WORKERS = 2, 5
@@ -83,11 +83,11 @@ def test_a_step_as_a_tpu_takes_it_is_the_step(as_tpu, method):
 
 def test_only_meshes_of_tpus_have_their_kernels():
     with jax.sharding.use_abstract_mesh(mesh_on("data=2").abstract_mesh):
-        assert not kernels.for_tpu()
+        assert not xla.for_tpu()
     device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
     mesh = jax.sharding.AbstractMesh((2,), ("data",), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        assert kernels.for_tpu()
+        assert xla.for_tpu()
 
 
 # --- Rows in the order of tiles

@@ -10,8 +10,8 @@ from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
 from lioncub_jax.exchange import bits, checks, decide, quantize, wires
+from lioncub_jax.exchange.bits import at_least_float32
 from lioncub_jax.exchange.mapped import on_workers
-from lioncub_jax.exchange.means import at_least_float32
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers, worker_axes

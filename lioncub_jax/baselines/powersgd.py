@@ -34,7 +34,7 @@ from jax.typing import DTypeLike
 
 from lioncub_jax.baselines import compression
 from lioncub_jax.baselines.compression import Leaves
-from lioncub_jax.exchange import checks, decide, quantize, rotation, wires
+from lioncub_jax.exchange import checks, decide, quantize, wires
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.checks import check_count, check_kinds
 from lioncub_jax.exchange.mapped import Holder
@@ -189,11 +189,11 @@ def _average(
         rows = []
         for x in arrays:
             row = jnp.pad(x.ravel(), (0, -x.size % ROW)).reshape(-1, ROW)
-            rows.append(rotation.rotated(row / ROW, jnp.int32(0)))
+            rows.append(quantize.rotated_rows(row / ROW, jnp.int32(0)))
         coded, state = codes.update(rows, codes.init(rows), abstain=~here)
         means = []
         for x, like in zip(coded, arrays, strict=True):
-            flat = rotation.undone(x, jnp.int32(0)).ravel()
+            flat = quantize.rotated_back(x, jnp.int32(0)).ravel()
             means.append(ROW * flat[: like.size].reshape(like.shape))
         return means, num_workers - state.votes.abstained
     counted = [jnp.where(here, x, 0) for x in (*arrays, jnp.float32(1))]

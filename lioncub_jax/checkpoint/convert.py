@@ -21,10 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.checkpoint.names import NAMES, named, nested
 from lioncub_jax.checkpoint.rows import Rows, spread
+from lioncub_jax.exchange.bits import merge_over_workers
 from lioncub_jax.exchange.layout import Flat
 from lioncub_jax.exchange.mapped import Holder
 from lioncub_jax.exchange.matrices import Deal
-from lioncub_jax.exchange.means import merge_over_workers
 from lioncub_jax.mesh.checksum import sums_of_one_copy, untyped
 from lioncub_jax.mesh.hosts import is_key, key_words, put
 from lioncub_jax.mesh.placement import Workers, check_alive

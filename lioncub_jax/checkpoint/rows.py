@@ -17,10 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import layout, matrices, wires
 from lioncub_jax.exchange.at_owner import Inner
-from lioncub_jax.exchange.bits import ROW, round_up
+from lioncub_jax.exchange.bits import ROW, common_dtype, round_up
 from lioncub_jax.exchange.layout import BucketLayout
 from lioncub_jax.exchange.matrices import Deal
-from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.mesh.axes import names, worker_index
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import cuts_of, product

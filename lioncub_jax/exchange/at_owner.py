@@ -9,11 +9,10 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from lioncub_jax.exchange import bits, checks, layout, matrices, quantize, rotation, xla
-from lioncub_jax.exchange.bits import ROW
+from lioncub_jax.exchange import bits, checks, layout, matrices, quantize, xla
+from lioncub_jax.exchange.bits import ROW, saturated
 from lioncub_jax.exchange.checks import check_floating, check_kinds, component
 from lioncub_jax.exchange.matrices import Deal, DimensionNumbers, Matrices, widened
-from lioncub_jax.exchange.means import saturated
 from lioncub_jax.exchange.quantize import Codec, Context, Quantizer
 from lioncub_jax.exchange.votes import (
     Decision,
@@ -120,7 +119,7 @@ class AtOwner(Decision):
         """Averages, runs the transform, encodes its result."""
         mean = mean_of_values(received, context).reshape(-1, ROW)
         if context.codec.rotates:
-            mean = rotation.undone(mean, context.num_steps)
+            mean = quantize.rotated_back(mean, context.num_steps)
         known = known_elements(mean, received.present, context.row_sizes)
         u, inner = self.run(mean, known, context, state.inner)
         stats = BucketStats(jnp.uint32(0), (), received.present)

@@ -1,4 +1,4 @@
-"""Codes to words and back, and counting codes without leaving the words.
+"""Codes to words and back, and counting codes without leaving the words; at the end the dtypes of sums.
 
 A *row* is 128 consecutive elements of a leaf, a *block* is 32 rows. A *word* is a uint32 that holds one
 bit of each of the 32 rows of a block: word ``j`` holds element ``j`` of each row, bit ``k`` that of row
@@ -25,12 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
-from lioncub_jax.exchange import kernels, xla
+from lioncub_jax.exchange import xla
 from lioncub_jax.mesh.checksum import mix
 
-ROW = kernels.LANES  # elements
-BLOCK = kernels.BLOCK  # rows, one bit of a word each
+ROW = xla.LANES  # elements
+BLOCK = xla.BLOCK  # rows, one bit of a word each
 WORDS_PER_ROW = ROW // BLOCK  # on average: a block of 32 rows takes 128 words
 
 # The adders of up to this many workers are unrolled into one fused loop. More workers are added in
@@ -95,9 +96,9 @@ def pack(codes: jax.Array, p: int = 1) -> list[jax.Array]:
       8
     """
     lead, rows = codes.shape[:-2], codes.shape[-2]
-    if kernels.for_tpu() and rows % BLOCK == 0:
+    if xla.for_tpu() and rows % BLOCK == 0:
         flat = codes.astype(jnp.uint32).reshape(-1, ROW)
-        return [x.reshape(*lead, -1) for x in kernels.pack_tiles(flat, p)]
+        return [x.reshape(*lead, -1) for x in xla.pack_tiles(flat, p)]
     parts = [_pack_blocks(x, p) for x in _rows_in_blocks(codes)]
     return [_joined(each, lead) for each in zip(*parts, strict=True)]
 
@@ -187,8 +188,8 @@ def unpack(planes: jax.Array | Sequence[jax.Array], rows: int) -> jax.Array:
       >>> int(bits.unpack([words, words], 32)[3, 7])
       3
     """
-    if kernels.for_tpu() and rows % BLOCK == 0:
-        return kernels.unpack_tiles(list(planes))
+    if xla.for_tpu() and rows % BLOCK == 0:
+        return xla.unpack_tiles(list(planes))
     return functools.reduce(operator.or_, [_bits(x, rows) << k for k, x in enumerate(planes)])
 
 
@@ -233,7 +234,7 @@ def unpack_stored(planes: Sequence[jax.Array], rows: int) -> jax.Array:
       ``uint8[..., rows, 128]``, of more than 8 planes ``uint16``, of more than 16 ``uint32``.
     """
     dtype = np.min_scalar_type(2 ** len(planes) - 1)
-    if kernels.for_tpu():  # there, rows in the order of tiles lie as they are read
+    if xla.for_tpu():  # there, rows in the order of tiles lie as they are read
         return unpack(planes, rows).astype(dtype)
     several = jnp.stack([*planes, jnp.zeros_like(planes[0])] if len(planes) == 1 else list(planes))
     at = jnp.arange(len(several), dtype=dtype).reshape(-1, *[1] * planes[0].ndim, 1)
@@ -578,3 +579,59 @@ def _hashed(first_word: jax.Array | int, words: int, seed: jax.Array) -> jax.Arr
 
 def _seed(num_steps: jax.Array | int, salt: int) -> jax.Array:
     return mix(jnp.asarray(num_steps, jnp.uint32) + jnp.uint32(salt))
+
+
+# --- Numbers: the dtypes in which they are added, and means over the workers
+
+
+def common_dtype(*given: Any) -> np.dtype:
+    """The dtype that holds what those of arrays or dtypes hold, whatever promotion JAX is set to."""
+    # JAX promotes no float of 8 bits, and moments of an owner would be 0 in one.
+    given = tuple(jnp.float32 if _is_float8(x) else x for x in given)
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*given)
+
+
+def at_least_float32(x: jax.Array) -> jax.Array:
+    """The same numbers, wide enough that results are rounded once, when they are stored."""
+    return x.astype(common_dtype(x, jnp.float32))
+
+
+def saturated(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """A cast that keeps finite values finite: those that the dtype cannot hold become its largest."""
+    largest = float(jnp.finfo(dtype).max)
+    if largest < float(jnp.finfo(x.dtype).max):
+        x = jnp.clip(x, -largest, largest)
+    return x.astype(dtype)
+
+
+def _is_float8(x: Any) -> bool:
+    dtype = jnp.result_type(x)
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
+
+
+def halves(x: jax.Array) -> jax.Array:
+    """Upper and lower bits of whole numbers, ``[..., 2]``, to add thousands of them; floats as they are."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    half = 4 * x.dtype.itemsize
+    return jnp.stack([x >> half, x & (2**half - 1)], -1)
+
+
+def of_halves(sums: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Sums of `halves` as numbers; one beyond its dtype is the largest, or the least, that this holds."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return sums
+    half, kind = 4 * dtype.itemsize, jnp.iinfo(dtype)
+    least, most = dtype.type(kind.min), dtype.type(kind.max)
+    upper = sums[..., 0] + (sums[..., 1] >> half)
+    total = (upper << half) | (sums[..., 1] & (2**half - 1))
+    total = jnp.where(upper > most >> half, most, total)
+    return jnp.where(upper < least >> half, least, total)
+
+
+def merge_over_workers(x: jax.Array) -> jax.Array:
+    """The mean of ``[workers, ...]``, in float32 at least; of whole numbers and bools the largest."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.max(x, axis=0)
+    return jnp.mean(at_least_float32(x), axis=0)

@@ -27,10 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lioncub_jax.exchange import kernels, xla
-from lioncub_jax.exchange.bits import BLOCK, ROW, divide_up, round_up, whole_rows
-from lioncub_jax.exchange.kernels import SUBLANES
-from lioncub_jax.exchange.means import common_dtype
+from lioncub_jax.exchange import xla
+from lioncub_jax.exchange.bits import BLOCK, ROW, common_dtype, divide_up, round_up, whole_rows
+from lioncub_jax.exchange.xla import SUBLANES
 from lioncub_jax.mesh.specs import StateSpecs, flax_in_use
 
 # Leaves of at most so many rows are joined: a copy of little, one kernel for all of them, and no padding to
@@ -250,7 +249,7 @@ def _place(leaves: Sequence[jax.Array], members: list[int], num_chunks: int) -> 
         shape = tuple(leaves[index].shape)
         size = math.prod(shape)
         rows = round_up(divide_up(size, ROW), 1 if is_small(index) else BLOCK)
-        tiles = kernels.for_tpu() and made_of_tiles(shape)
+        tiles = xla.for_tpu() and made_of_tiles(shape)
         segments.append(Segment(index, shape, size, first_row=first, rows=rows, tiles=tiles))
         first += rows
     pieces = [Piece((s,), s.first_row, s.rows, (0,)) for s in segments if s.rows > SMALL]

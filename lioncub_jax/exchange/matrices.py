@@ -33,9 +33,16 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 from lioncub_jax.exchange import wires
-from lioncub_jax.exchange.bits import BLOCK, ROW, divide_up, round_up, whole_rows
+from lioncub_jax.exchange.bits import (
+    BLOCK,
+    ROW,
+    at_least_float32,
+    divide_up,
+    round_up,
+    saturated,
+    whole_rows,
+)
 from lioncub_jax.exchange.layout import SMALL
-from lioncub_jax.exchange.means import at_least_float32, saturated
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.specs import cuts_of, joined_shards, restrict
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
+from lioncub_jax.exchange.bits import at_least_float32
 from lioncub_jax.exchange.checks import check_betas, check_decay, check_number, component, static
-from lioncub_jax.exchange.means import at_least_float32
 
 __all__ = ["MomentumRule", "blend", "nothing"]
 

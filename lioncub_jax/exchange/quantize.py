@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from lioncub_jax.exchange import bits, layout, means, rotation, xla
+from lioncub_jax.exchange import bits, layout, xla
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.checks import check_floating, check_number
 from lioncub_jax.exchange.matrices import Deal
@@ -462,7 +462,7 @@ def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
         raise ValueError(f"dense({dtype.name}): values travel as float32 or bfloat16")
 
     def encode(x: jax.Array, context: Context) -> Coded:
-        words = means.saturated(x, dtype).view(jnp.uint32).reshape(-1)
+        words = bits.saturated(x, dtype).view(jnp.uint32).reshape(-1)
         return Coded([words], by_row=[jnp.all(jnp.isfinite(x), axis=1)])
 
     def finish(coded: Coded, context: Context) -> Message:
@@ -560,7 +560,7 @@ def rotated(quantizer: Quantizer) -> Quantizer:
     def encode(x: jax.Array, context: Context) -> Coded:
         # After the rotation the padding is not zero any more, so all 128 elements count.
         context = context._replace(row_sizes=None)
-        return codec.encode(rotation.rotated(x, context.num_steps), context)
+        return codec.encode(rotated_rows(x, context.num_steps), context)
 
     value = codec._replace(encode=encode, rotates=True)
     return Quantizer(f"rotated({quantizer.name})", value=value)
@@ -636,6 +636,44 @@ def row_mean(x: jax.Array, row_sizes: jax.Array | None) -> tuple[jax.Array, jax.
     size = ROW if row_sizes is None else jnp.maximum(row_sizes, 1).astype(jnp.float32)
     mean = jnp.where(jnp.isfinite(total), total / size, maximum)
     return mean, jnp.isfinite(maximum)
+
+
+# --- Rotated rows
+#
+# One bit has the sign of a value and nothing of its size, which loses little where all values of a row are
+# of about one size, as after a rotation: a value that stood out is shared out over all 128. The rotation
+# of a step is R = diag(s) H, with H the Hadamard matrix of 128 and signs s drawn anew in each step, the
+# same on all workers. Its entries are 1 and -1, so that sums of short integers are exact, and R R^T = 128.
+# A product with a matrix of 128 x 128 is what TPUs and GPUs do best, and on a CPU takes half the time of
+# butterflies (measured).
+
+
+def rotated_rows(rows: jax.Array, num_steps: jax.Array) -> jax.Array:
+    """``x R`` of each row: ``float32[..., rows, 128]``, ``sqrt(128)`` times as long.
+
+    Args:
+      rows: ``float32[..., rows, 128]``.
+      num_steps: ``int32[]``, steps taken before, from which the signs are drawn.
+    """
+    return _product(rows, _rotation(num_steps))
+
+
+def rotated_back(rows: jax.Array, num_steps: jax.Array) -> jax.Array:
+    """Undoes `rotated_rows`: ``y R^T / 128`` of each row."""
+    return _product(rows, _rotation(num_steps).T) * (1 / ROW)
+
+
+def _rotation(num_steps: jax.Array) -> jax.Array:
+    """``float32[128, 128]`` of 1 and -1."""
+    lanes = np.arange(ROW, dtype=np.uint32)
+    odd = np.bitwise_count(lanes[:, None] & lanes) & 1
+    signs = 1 - 2 * bits.lane_bits(num_steps).astype(jnp.float32)
+    return signs[:, None] * (1 - 2 * odd.astype(np.float32))
+
+
+def _product(rows: jax.Array, matrix: jax.Array) -> jax.Array:
+    # HIGHEST: TPUs round to bfloat16 otherwise, and the owner has no error feedback for that.
+    return jnp.dot(rows, matrix, precision=lax.Precision.HIGHEST)
 
 
 # --- Helpers

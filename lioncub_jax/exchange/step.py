@@ -61,14 +61,13 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax.exchange import bits, layout, matrices, rotation, wires, xla
-from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW
+from lioncub_jax.exchange import bits, layout, matrices, wires, xla
+from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW, at_least_float32, saturated
 from lioncub_jax.exchange.layout import Piece
 from lioncub_jax.exchange.matrices import Deal
-from lioncub_jax.exchange.means import at_least_float32, saturated
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.plan import BucketPlan, Exchange, Plan
-from lioncub_jax.exchange.quantize import Codec, Coded, Context
+from lioncub_jax.exchange.quantize import Codec, Coded, Context, rotated_back
 from lioncub_jax.exchange.votes import Decision
 from lioncub_jax.exchange.wires import (
     BucketStats,
@@ -519,7 +518,7 @@ def next_error(codec: Codec, plan: Plan, parts: int, coded: Coded, exact: jax.Ar
     planes = [plane.reshape(len(scales), -1) for plane in coded.planes[:code_bits]]
     rows = codec.decode(bits.unpack(planes, scales.shape[1]), scales)
     if codec.rotates:
-        rows = rotation.undone(rows, plan.num_steps)
+        rows = rotated_back(rows, plan.num_steps)
     error = exact - rows.reshape(exact.shape).astype(exact.dtype)
     return error if codec.keep == 1 else codec.keep * error
 

@@ -18,11 +18,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import checks, decide, layout, momentum, quantize, wires
-from lioncub_jax.exchange.bits import add_count
+from lioncub_jax.exchange.bits import add_count, common_dtype
 from lioncub_jax.exchange.checks import check_count
 from lioncub_jax.exchange.layout import Flat
 from lioncub_jax.exchange.mapped import Holder, on_workers
-from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.exchange.plan import Exchange, plan_of_step
 from lioncub_jax.exchange.quantize import Codec
 from lioncub_jax.exchange.step import WorkerState, step

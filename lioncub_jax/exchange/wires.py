@@ -35,9 +35,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from lioncub_jax.exchange import bits, layout
-from lioncub_jax.exchange.bits import ROW, WORDS_PER_ROW
+from lioncub_jax.exchange.bits import ROW, WORDS_PER_ROW, common_dtype, halves, of_halves
 from lioncub_jax.exchange.compilations import mark_vote
-from lioncub_jax.exchange.means import common_dtype, halves, of_halves
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 

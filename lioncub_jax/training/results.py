@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import wires
-from lioncub_jax.exchange.means import common_dtype
+from lioncub_jax.exchange.bits import common_dtype
 from lioncub_jax.mesh.axes import all_finite
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.training import graphs

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lioncub_jax.exchange.means import merge_over_workers
+from lioncub_jax.exchange.bits import merge_over_workers
 from lioncub_jax.exchange.sync import SyncState
 from lioncub_jax.exchange.transform import CommunicateState, VoteCounts
 from lioncub_jax.mesh.boxes import find_nodes

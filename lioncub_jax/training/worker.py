@@ -10,9 +10,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import wires
+from lioncub_jax.exchange.bits import common_dtype, halves, of_halves
 from lioncub_jax.exchange.checks import check_count
 from lioncub_jax.exchange.mapped import exchanging_part
-from lioncub_jax.exchange.means import common_dtype, halves, of_halves
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
