@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lioncub_jax.exchange import bits, kernels, layout, matrices
+from lioncub_jax.exchange import bits, layout, matrices, xla
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.layout import BucketLayout, Piece
 from lioncub_jax.exchange.matrices import Deal, Matrices
@@ -179,7 +179,7 @@ def make_plan(exchange: Exchange, leaves: Sequence[Any], num_workers: int, devic
     nothing: Any = None
     parts = exchange._replace(momentum_rule=nothing, decision=nothing)
     codec = decision.reply_codec
-    facts = num_workers, devices, mesh, kernels.for_tpu()
+    facts = num_workers, devices, mesh, xla.for_tpu()
     return _planned(parts, codec, decision.has_state, types, *facts)
 
 
