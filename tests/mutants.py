@@ -195,8 +195,8 @@ MUTANTS = r"""
 
 # exchange/quantize.py: quantize reference sharding
 = a row of zeros votes if codes have several bits
-- context.in_chunks(mean > 0)
-+ context.in_chunks(mean >= 0)
+- [mean > 0, finite]
++ [mean >= 0, finite]
 
 = the step of a row whose sum overflows is the largest there is
 - jnp.where(jnp.isfinite(total), total / size, maximum)
