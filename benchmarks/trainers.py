@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -57,6 +58,7 @@ class Trainer:
       line: what it prints of a step, its number and its loss.
       constants: other values of the file's numbers.
       methods: that it trains with.
+      other: a file that takes its checkpoints to another number of workers.
     """
 
     file: str
@@ -66,6 +68,7 @@ class Trainer:
     line: str = r"(\d+) (\S+)\n"
     constants: tuple[tuple[str, Any], ...] = ()
     methods: tuple[str, ...] = tuple(METHODS)
+    other: str = ""
 
     @property
     def key(self) -> str:
@@ -102,7 +105,9 @@ TRAINERS = [
         (("FSDP", 2),),
         FEW,
     ),
-    Trainer("tunix_peft", "Tunix, `PeftTrainer`", "google-tunix", "tunix"),
+    Trainer(
+        "tunix_peft", "Tunix, `PeftTrainer`", "google-tunix", "tunix", other="tunix_other_workers"
+    ),
     Trainer(
         "tunix_peft",
         "adapters (LoRA)",
@@ -193,23 +198,28 @@ print(m.version({package!r}), m.version("jax"), platform.python_version())"""
     return subprocess.check_output([python, "-c", code], text=True).split()
 
 
-def run(python: Path, trainer: Trainer, source: str, folder: Path, cache: Path | None) -> Ran:
-    """Runs a file in a folder, and reads what it prints."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "trainer.py").write_text(source)
+def variables(devices: int, cache: Path | None = None) -> dict[str, str]:
+    """The environment of a run."""
     own = {
-        "JAX_NUM_CPU_DEVICES": str(DEVICES), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1",
+        "JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "jax",
     }  # fmt: skip
     if cache:
         own |= {"JAX_COMPILATION_CACHE_DIR": str(cache)}
         own |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
-    command = [python, ROOT / "benchmarks/trainer_child.py", "trainer.py"]
+    return os.environ | own
+
+
+def run(python: Path, trainer: Trainer, source: str, folder: Path, env: dict[str, str]) -> Ran:
+    """Runs a file in a folder, and reads what it prints."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{trainer.file}.py").write_text(source)
+    command = [python, ROOT / "benchmarks/trainer_child.py", f"{trainer.file}.py"]
     losses, times, last = dict[int, float](), list[float](), ""
     with (
         (folder / "errors.txt").open("w+") as errors,
         subprocess.Popen(
-            command, cwd=folder, env=os.environ | own, text=True, stdout=subprocess.PIPE, stderr=errors
+            command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=errors
         ) as process,
     ):  # fmt: skip
         assert process.stdout
@@ -233,11 +243,13 @@ class Runs:
       trainer: which.
       python: of its environment.
       at: where the folders are.
+      once: one rate and one seed, for a look.
     """
 
     trainer: Trainer
     python: Path
     at: Path
+    once: bool = False
 
     def about(self, method: str) -> dict[str, Any]:
         told, jax_version, python = versions(self.python, self.trainer.package)
@@ -255,41 +267,57 @@ class Runs:
         )
 
     def ran(
-        self, method: str, seed: int, rate: float, steps: int, name: str, cached: bool = True
-    ) -> Ran:
+        self, method: str, seed: int, rate: float, steps: int, name: str, cached: bool = True,
+        devices: int = DEVICES,
+    ) -> Ran:  # fmt: skip
         """A run in the folder of this name; one that goes on in a folder again has the later steps."""
         constants = dict(self.trainer.constants, STEPS=steps, SEED=seed, RATE=rate)
         source = written(self.trainer.source(), method, **constants)
-        cache = self.at / "cache" if cached else None
-        return run(self.python, self.trainer, source, self.at / method / name, cache)
+        env = variables(devices, self.at / "cache" if cached else None)
+        return run(self.python, self.trainer, source, self.at / method / name, env)
 
     def losses(self, method: str) -> dict[str, Any]:
         """The row of a method's losses."""
-        rates = [self.base(method) * x for x in FACTORS]
+        rates = [self.base(method) * x for x in FACTORS[: 1 if self.once else None]]
+        seeds = SEEDS[1 : 1 if self.once else None]
         tried = {
             rate: self.ran(method, SEEDS[0], rate, STEPS, f"rate-{rate:.2g}") for rate in rates
         }
         for one in tried.values():
             assert sorted(one.losses) == [*range(STEPS)], one.losses
         best = min(tried, key=lambda rate: (math.isnan(tried[rate].last()), tried[rate].last()))
-        more = [self.ran(method, seed, best, STEPS, f"seed-{seed}").last() for seed in SEEDS[1:]]
+        more = [self.ran(method, seed, best, STEPS, f"seed-{seed}").last() for seed in seeds]
         losses = [tried[best].last(), *more]
         return {
             "kind": "losses", **self.about(method), "steps": STEPS,
             "tried": {f"{rate:.3g}": one.last() for rate, one in tried.items()}, "rate": best,
             "first": tried[best].losses[0], "losses": losses, "mean": statistics.mean(losses),
-            "error": statistics.stdev(losses) / math.sqrt(len(losses)),
+            "error": statistics.stdev(losses) / math.sqrt(len(losses)) if seeds else None,
             **(tried[rates[0]].told["program"] or {"bytes": 0.0, "floats": []}),
-            "apart": self.apart(tried[rates[0]]) if method == RESUMED else None,
+            **(self.resumed(tried[rates[0]]) if method == RESUMED else {}),
         }  # fmt: skip
 
-    def apart(self, whole: Ran) -> float:
-        """The largest difference of a loss, where a run stops half-way and goes on."""
+    def resumed(self, whole: Ran) -> dict[str, Any]:
+        """How far losses are apart where a run stops half-way and goes on, also with fewer workers."""
         rate, half = self.base(RESUMED), STEPS // 2
         self.ran(RESUMED, SEEDS[0], rate, half, "broken")
+        other = self.at / RESUMED / "other"
+        shutil.copytree(self.at / RESUMED / "broken", other)
         again = self.ran(RESUMED, SEEDS[0], rate, STEPS, "broken").losses
         assert sorted(again) == [*range(half, STEPS)], again
-        return max(abs(x - whole.losses[i]) for i, x in again.items())
+        found = {"apart": max(abs(x - whole.losses[i]) for i, x in again.items())}
+        if not self.trainer.other:
+            return found
+        shutil.copy(FILES / f"{self.trainer.other}.py", other)
+        for devices in (DEVICES, DEVICES // 2):  # out, and in
+            command = [self.python, f"{self.trainer.other}.py"]
+            subprocess.run(command, cwd=other, env=variables(devices), check=True)
+        fewer = self.ran(RESUMED, SEEDS[0], rate, STEPS, "other", devices=DEVICES // 2).losses
+        assert sorted(fewer) == sorted(again), fewer
+        return found | {
+            "other": abs(fewer[half] - again[half]),
+            "other_last": abs(fewer[STEPS - 1] - again[STEPS - 1]),
+        }
 
     def times(self, method: str) -> dict[str, Any]:
         """The row of a method's times."""
@@ -301,11 +329,11 @@ class Runs:
 
 
 def measured(
-    trainer: Trainer, python: Path, methods: list[str], kinds: list[str]
+    trainer: Trainer, python: Path, methods: list[str], kinds: list[str], once: bool
 ) -> Iterator[dict[str, Any]]:
     """A row of each kind for each method, of which plain is one in any case."""
     with tempfile.TemporaryDirectory() as at:
-        runs = Runs(trainer, python, Path(at))
+        runs = Runs(trainer, python, Path(at), once)
         for method in [x for x in trainer.methods if x in ("plain", *methods)]:
             for kind in kinds:
                 yield runs.losses(method) if kind == "losses" else runs.times(method)
@@ -335,7 +363,7 @@ def learnt(found: Newest) -> str:
         told = f"{x.package} {plain['version']}, jax {plain['with']}, Python {plain['on']}"
         lines.append([
             x.name, told, str(resumed["lines"]), loss(plain), *[loss(rows[m], plain) for m in OURS],
-            equality(resumed["apart"]), resumed["date"],
+            equality(resumed), resumed["date"],
         ])  # fmt: skip
     return report.markdown(head, lines, columns="---")
 
@@ -344,13 +372,19 @@ def loss(row: dict[str, Any] | None, plain: dict[str, Any] | None = None) -> str
     """A mean and its standard error; a star if it is apart from plain's by more than two of them."""
     if row is None:
         return "not run"
-    apart = plain and row["mean"] - plain["mean"]
-    star = r"\*" if plain and abs(apart) > 2 * math.hypot(row["error"], plain["error"]) else ""
+    if row["error"] is None:
+        return f"{row['mean']:.3f}"
+    star = ""
+    if plain and plain["error"] is not None:
+        apart = abs(row["mean"] - plain["mean"])
+        star = r"\*" if apart > 2 * math.hypot(row["error"], plain["error"]) else ""
     return f"{row['mean']:.3f} ± {row['error']:.3f}{star}"
 
 
-def equality(apart: float) -> str:
-    return "equal" if apart == 0 else f"to {apart:.0e}"
+def equality(row: dict[str, Any]) -> str:
+    """How near losses are after a run was stopped and went on, and went on with half the workers."""
+    told = "equal" if row["apart"] == 0 else f"to {row['apart']:.0e}"
+    return f"{told}; {DEVICES // 2} workers: to {row['other']:.0e}" if "other" in row else told
 
 
 def sent(found: Newest) -> str:
@@ -418,12 +452,13 @@ def main() -> None:
         "--kinds", nargs="+", choices=["losses", "times"], default=["losses", "times"]
     )
     parser.add_argument("--python", default="python3.12", help="makes the environments")
+    parser.add_argument("--once", action="store_true", help="one rate and one seed")
     parser.add_argument("--page", action="store_true", help="only write the page, of the rows")
     args = parser.parse_args()
     chosen = [x for x in TRAINERS if not args.only or x.key in args.only]
     for trainer in () if args.page else chosen:
         python = environment(trainer, args.python)
-        for row in measured(trainer, python, args.methods, args.kinds):
+        for row in measured(trainer, python, args.methods, args.kinds, args.once):
             report.append(args.save, [row | report.provenance()])
             print(json.dumps(row), flush=True)
     rows = report.read(args.save)

@@ -91,4 +91,5 @@ with mesh:
     trainer = Trainer(model, tx, options)
     trainer.with_gen_model_input_fn(model_input)
     trainer.with_training_hooks(Shown())
-    trainer.train(batches())
+    if __name__ == "__main__":
+        trainer.train(batches())
