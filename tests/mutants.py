@@ -376,6 +376,10 @@ MUTANTS = r"""
 - in {*_words(result.name), result.kind}
 + in _words(result.name)
 
+= results stand in the order in which they were matched, which rows change
+- self._slots[x] for x in leaves if not isinstance(x, _Fixed)]
++ i for i in sorted(self._slots[x] for x in leaves if not isinstance(x, _Fixed))]
+
 # exchange/mapped.py: face boxes sharding
 = what is empty is said to lie in parts
 - spec if x.size else P()

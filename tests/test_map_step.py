@@ -821,3 +821,18 @@ def test_a_wrapper_that_sees_a_workers_own_gradient_is_refused_and_what_stands_b
         return
     with pytest.raises(ValueError, match=words):
         run(tx, step_of(tx))
+
+
+def test_a_step_may_return_its_batch_beside_rows_and_run_where_transfers_are_forbidden():
+    """As Kauldron's, whose context has the batch: with other rows, the batch goes on from no argument."""
+
+    def step(params, batch):
+        outputs = batch[0] @ params["w"]
+        return params, {"a": jnp.mean(outputs), "batch": batch, "outputs": outputs}
+
+    mapped, given = lc.map_step(step, WORKERS()), jax.device_put((fresh(), BATCH))
+    with jax.transfer_guard_host_to_device("disallow"):
+        _, out = jax.jit(mapped)(*given)
+    jax.tree.map(np.testing.assert_array_equal, out["batch"], BATCH)
+    np.testing.assert_allclose(out["outputs"], BATCH[0] @ fresh()["w"], rtol=1e-6)
+    np.testing.assert_allclose(out["a"], out["outputs"].mean(), rtol=1e-6)

@@ -180,7 +180,8 @@ class Call:
 @functools.cache
 def array_class() -> type:
     """The class of concrete arrays; ``isinstance`` of ``jax.Array`` is ten times as slow."""
-    with jax.ensure_compile_time_eval():  # also in a trace
+    # Also in a trace, and where a trainer forbids transfers, as Kauldron does.
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
         return type(jnp.zeros(0))
 
 

@@ -1,5 +1,6 @@
 """What comes out of a mapped step: what is the same stays; what differs is joined, or is an error."""
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -79,10 +80,16 @@ class Results:
         if arguments.graph:
             self._add_state(nodes, out if self._is_graph else ())
         if not self._is_graph:
+            count = len(self.arrays)
             template = _Matching(arguments, self._add).of(out, said)
             leaves, tree = jax.tree.flatten(template, is_leaf=lambda x: isinstance(x, _Fixed))
-            places = [x if isinstance(x, _Fixed) else self._slots[x] for x in leaves]
-            self._template = places, tree
+            # In the order of the tree, which does not depend on what was matched, and so on rows.
+            places = [self._slots[x] for x in leaves if not isinstance(x, _Fixed)]
+            self.arrays[count:] = [self.arrays[i] for i in places]
+            self.each[count:] = [self.each[i] for i in places]
+            numbers = itertools.count(count)
+            held = [x if isinstance(x, _Fixed) else next(numbers) for x in leaves]
+            self._template = held, tree
 
     def _add(self, x: Any, result: Result) -> object:
         self.arrays.append(jnp.asarray(x))
