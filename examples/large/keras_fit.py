@@ -35,7 +35,7 @@ def data(rows, seed):
 keras.utils.set_random_seed(SEED)
 model = Model([
     keras.Input((64,)), keras.layers.Dense(256), keras.layers.BatchNormalization(), keras.layers.ReLU(),
-    keras.layers.Dropout(0.1), keras.layers.Dense(10),
+    keras.layers.Dense(10),
 ])  # fmt: skip
 optimizer = keras.optimizers.AdamW(RATE, weight_decay=1e-4)
 optimizer = OptaxOptimizer(lc.owner_adamw(RATE, workers=workers))  # lioncub
