@@ -268,13 +268,16 @@ class Runs:
             dict(self.trainer.constants).get("RATE", values[names.index("RATE")])
         )
 
+    def source(self, method: str, seed: int, rate: float, steps: int) -> str:
+        constants = dict(self.trainer.constants, STEPS=steps, SEED=seed, RATE=rate)
+        return written(self.trainer.source(), method, **constants)
+
     def ran(
         self, method: str, seed: int, rate: float, steps: int, name: str, cached: bool = True,
         devices: int = DEVICES,
     ) -> Ran:  # fmt: skip
         """A run in the folder of this name; one that goes on in a folder again has the later steps."""
-        constants = dict(self.trainer.constants, STEPS=steps, SEED=seed, RATE=rate)
-        source = written(self.trainer.source(), method, **constants)
+        source = self.source(method, seed, rate, steps)
         env = variables(devices, self.at / "cache" if cached else None)
         found = run(self.python, self.trainer, source, self.at / method / name, env)
         # Kauldron takes one more step than it is asked for.
@@ -313,6 +316,8 @@ class Runs:
         if not self.trainer.other:
             return found
         shutil.copy(FILES / f"{self.trainer.other}.py", other)
+        whole_run = self.source(RESUMED, SEEDS[0], rate, STEPS)
+        (other / f"{self.trainer.file}.py").write_text(whole_run)
         for devices in (DEVICES, DEVICES // 2):  # out, and in
             command = [self.python, f"{self.trainer.other}.py"]
             subprocess.run(command, cwd=other, env=variables(devices), check=True)
@@ -356,7 +361,7 @@ def newest(rows: report.Rows) -> Newest:
 
 def learnt(found: Newest) -> str:
     """The table of losses."""
-    head = ["trainer", "with", "lines", "AdamW, plain", *OURS, "goes on", "date"]
+    head = ["trainer", "version", "lines", "AdamW, plain", *OURS, "goes on", "date"]
     lines = []
     for x in TRAINERS:
         rows = {m: found.get((x.key, m, "losses")) for m in METHODS}
@@ -364,7 +369,7 @@ def learnt(found: Newest) -> str:
         if not plain or not resumed:
             lines.append([x.name, "not run", *[""] * (len(head) - 2)])
             continue
-        told = f"{x.package} {plain['version']}, jax {plain['with']}, Python {plain['on']}"
+        told = f"{plain['version']}, jax {plain['with']}"
         lines.append([
             x.name, told, str(resumed["lines"]), loss(plain), *[loss(rows[m], plain) for m in OURS],
             equality(resumed), resumed["date"],

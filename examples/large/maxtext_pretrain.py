@@ -49,4 +49,6 @@ options = {
     "adam_b2": 0.999, "adam_weight_decay": 1e-4,
 }  # fmt: skip
 base = Path(maxtext.__file__).parent / "configs/base.yml"
-train.main(["train", str(base), *[f"{name}={value}" for name, value in options.items()]])
+arguments = ["train", str(base), *[f"{name}={value}" for name, value in options.items()]]
+if __name__ == "__main__":
+    train.main(arguments)
