@@ -89,7 +89,7 @@ TRAINERS = [
     Trainer("maxtext_pretrain", "MaxText, pre-training", "maxtext", "maxtext", MAXTEXT),
     Trainer(
         "maxtext_pretrain",
-        "without `scan_layers`",
+        "MaxText without `scan_layers`",
         "maxtext",
         "maxtext",
         MAXTEXT,
@@ -98,7 +98,7 @@ TRAINERS = [
     ),
     Trainer(
         "maxtext_pretrain",
-        "two workers, `fsdp=2`",
+        "MaxText, two workers, `fsdp=2`",
         "maxtext",
         "maxtext",
         MAXTEXT,
@@ -110,14 +110,14 @@ TRAINERS = [
     ),
     Trainer(
         "tunix_peft",
-        "adapters (LoRA)",
+        "Tunix, adapters (LoRA)",
         "google-tunix",
         "tunix",
         constants=(("LORA", True), ("RATE", 1e-2)),
     ),
     Trainer(
         "tunix_peft",
-        "two workers, `fsdp=2`",
+        "Tunix, two workers, `fsdp=2`",
         "google-tunix",
         "tunix",
         constants=(("FSDP", 2),),
