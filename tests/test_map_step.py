@@ -492,6 +492,21 @@ def test_a_step_runs_in_jit_around_jit_and_in_scan_and_compiles_once():
     assert_same(found, wanted, atol=1e-7)
 
 
+def test_what_was_read_is_what_runs_also_where_jax_has_dropped_the_trace():
+    traces = []
+
+    def step(params, rows):
+        traces.append(1)
+        return params * len(traces), rows.mean()
+
+    run, args = mapped(step), (jnp.ones(3), BATCH[0])
+    run.explain(*args)
+    jax.clear_caches()
+    params, _ = run(*args)
+    assert len(traces) == 1
+    assert_same(params, jnp.ones(3))
+
+
 def test_donated_arrays_are_taken_and_an_error_names_one_that_is_given_again():
     tx = owner(WORKERS())
     state = jax.device_put(fresh(), WORKERS().shardings(P())), tx.init(fresh())

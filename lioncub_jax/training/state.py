@@ -105,7 +105,8 @@ def init_state(
     params = jax.tree.map(
         lambda to, x: strong(jnp.copy(put(x, to))), workers.shardings(param_specs), params
     )
-    opt_state, local_state = (one.jitted_init(params, param_specs)(params) for one in both)
+    states = [one.jitted_init(params, param_specs)(params) for one in both]
+    opt_state, local_state = (*states, ())[:2]
     return StepState(
         step=put(np.zeros((), np.int32), everywhere),
         params=params,
@@ -119,19 +120,17 @@ def init_state(
 def _mapped(
     tx: Any, params: optax.Params, workers: Workers, specs: Specs, local: Any
 ) -> tuple[Any, Any, list[MappedTransform]]:
-    """Parameters out of their boxes, their specs, and the two optimizers mapped over the workers."""
+    """Parameters out of their boxes, their specs, and one or two optimizers mapped over the workers."""
     check_workers(workers)
     check_local_steps(local, 1, workers)
     check_split(params)
     # Boxes say it too, so they are asked before they are opened.
     specs = specs_of(params) if specs is None else specs
     params = boxes.opened(params)
-    both = optax.with_extra_args_support(tx), per_worker_state(local, workers)
-    return (
-        params,
-        workers.param_specs(params, specs),
-        [MappedTransform(one, workers) for one in both],
-    )
+    both = [MappedTransform(optax.with_extra_args_support(tx), workers)]
+    if local is not None:
+        both.append(MappedTransform(per_worker_state(local, workers), workers))
+    return params, workers.param_specs(params, specs), both
 
 
 def abstract_state(
@@ -172,9 +171,8 @@ def abstract_state(
     """
     params, param_specs, both = _mapped(tx, params, workers, specs, local)
     params = jax.tree.map(workers.shape, param_specs, params)
-    opt_state, local_state = (
-        one.jitted_init(params, param_specs).eval_shape(params) for one in both
-    )
+    states = [one.jitted_init(params, param_specs).eval_shape(params) for one in both]
+    opt_state, local_state = (*states, ())[:2]
     return StepState(
         step=workers.shape(P(), np.int32(0)),
         params=params,
@@ -195,9 +193,15 @@ def check_state(
 ) -> None:
     """Raises ``ValueError`` for the state of another optimizer, of local steps too."""
     specs = workers.param_specs(state.params, jax.tree.map(spec_of, state.params))
-    for name, one in (("opt_state", tx), ("local_state", per_worker_state(local, workers))):
-        layout = MappedTransform(one, workers).layout(state.params, specs)
-        structure: Any = jax.tree.structure(layout.specs)
+    both = {"opt_state": tx}
+    if local is not None:
+        both["local_state"] = per_worker_state(local, workers)
+    layouts = {
+        name: MappedTransform(one, workers).layout(state.params, specs).specs
+        for name, one in both.items()
+    }
+    for name in ("opt_state", "local_state"):
+        structure: Any = jax.tree.structure(layouts.get(name, ()))
         try:
             structure.flatten_up_to(getattr(state, name))
         except ValueError as error:

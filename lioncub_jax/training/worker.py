@@ -178,12 +178,12 @@ def check_local_steps(local: Any, local_steps: Any, workers: Workers) -> None:
 
 
 def per_worker_state(
-    local: optax.GradientTransformation | None, workers: Workers
+    local: optax.GradientTransformation, workers: Workers
 ) -> optax.GradientTransformationExtraArgs:
     """A transform that leaves updates as they are, with the state of the local one, each worker's own."""
 
     def init(params: optax.Params) -> optax.OptState:
-        state = () if local is None else local.init(params)
+        state = local.init(params)
         if (part := exchanging_part(state)) is not None:
             raise ValueError(
                 f"local is a transform in which workers talk ({type(part).__name__}), and local steps "
