@@ -162,7 +162,7 @@ def step(
         each, message = encode(codec, plan, bucket, own_starts, inputs[-1])
         coded.append(each)
         messages.append(message)
-    participates = participation(plan, messages, abstain)
+    participates = participation(plan, messages, coded, abstain)
 
     updates: dict[int, jax.Array] = {}
     mu: dict[int, jax.Array] = {}
@@ -385,25 +385,27 @@ def sums_of_leaves(x: jax.Array, piece: Piece) -> jax.Array:
 
 
 def participation(
-    plan: Plan, encoded: Sequence[Message], abstain: jax.Array | None
-) -> list[jax.Array]:
+    plan: Plan, messages: Sequence[Message], coded: Sequence[Sequence[Coded]],
+    abstain: jax.Array | None,
+) -> list[jax.Array]:  # fmt: skip
     """``bool[]`` for each bucket: all values are finite on all devices of the worker, and not ``abstain``.
 
     One flag for all buckets; or one for each, since a common flag would make the first bucket wait for the
     last gradient.
     """
 
-    def participates(messages: Sequence[Message]) -> jax.Array:
+    def participates(messages: Sequence[Message], coded: Sequence[Sequence[Coded]]) -> jax.Array:
         abstains = jnp.zeros((), bool) if abstain is None else abstain
-        if messages:
-            # Behind the codes, so that momentum can be overwritten in place.
-            flags = [*[x.participates for x in messages], ~abstains]
-            abstains = ~xla.all_delayed_by(flags, [x.planes[0][0] for x in messages])
-        return ~axes.any_over_shards(abstains, plan.axis)
+        # Behind the codes, so that momentum can be overwritten in place; what is not known of rows is known
+        # of planes.
+        words = [x.planes[0][0] for each in coded for x in each if x.by_row]
+        flags = [*[x.participates for x in messages], ~abstains]
+        return ~axes.any_over_shards(~xla.all_delayed_by(flags, words), plan.axis)
 
     if plan.abstains_per_bucket:
-        return [participates([message]) for message in encoded]
-    return [participates(encoded)] * len(encoded)
+        pairs = zip(messages, coded, strict=True)
+        return [participates([message], [each]) for message, each in pairs]
+    return [participates(messages, coded)] * len(messages)
 
 
 # --- Decide
