@@ -87,8 +87,8 @@ MUTANTS = r"""
 + float(s.size)
 
 = a device with a NaN abstains, and others of its worker vote
-- ~axes.any_over_shards(abstains, plan.axis)
-+ ~abstains
+- ~axes.any_over_shards(~xla.all_delayed_by(flags, words), plan.axis)
++ xla.all_delayed_by(flags, words)
 
 = padding in a chunk of a group keeps an error
 -         x = layout.zero_padding(x, plan.row_sizes[i])
