@@ -66,7 +66,7 @@ def on_the_site(text, folder, page):
             target = DOCS / SHOWN[target.name]
         if not target.exists():  # code in brackets
             return found[0]
-        if DOCS not in target.parents and (target.is_dir() or target.suffix == ".md"):
+        if DOCS not in target.parents and (target.is_dir() or target.suffix in (".md", ".ipynb")):
             return label
         return f"[{label}]({os.path.relpath(target, page.parent)}{anchor})"
 
