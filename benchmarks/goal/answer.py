@@ -119,11 +119,10 @@ def what_to_use_text() -> str:
         "* *network*: the time of a float32 all-reduce of gradients, divided by that of computing a step.\n"
         "* *tokens* that one worker sees in a step, and *bits* that it then sends for each parameter.\n"
         "* *runs*: steps of the longest runs of this method, since the order may change in longer ones.\n"
-        "* *cost*: tokens to the loss, divided by those of float32 AdamW. A method without long runs is "
-        "charged the largest increase that any method had in longer ones.\n"
-        "* *as fast*: how many times as fast as the best all-reduce the loss is reached. The least is "
-        "against an all-reduce that hides behind computing, the most against one that does not, and both "
-        "include two standard errors.\n"
+        "* *cost*: tokens to the loss, divided by those of float32 AdamW. Those of a method without "
+        "long runs are multiplied by the largest increase that any method had in longer runs.\n"
+        "* *as fast*: the speedup to the loss over the best all-reduce. Low end: that all-reduce overlaps "
+        "with computing. High end: it does not. Two standard errors are included.\n"
         "* *rate* and *decay*: multiply those of your AdamW by these, and tune.\n\n"
         f"Measured with a byte GPT of {cell.parameters:,} parameters, not on a GPU. "
         f"{_runs(rows)}{_not_measured(rows)}\n"
@@ -159,7 +158,7 @@ def _cells(row: Use) -> list[str]:
     networks = _from_to(row.networks, "g")
     verdict, first_named = row.answer()
     if not first_named:
-        return [networks, tokens, row.data, "", verdict, *[""] * 6]
+        return [networks, tokens, row.data, "not measured", verdict, *[""] * 6]
     plans = list(row.plans.values())
     named = [one.rows[first_named.scheme.name] for one in plans]
     how = first_named.learned

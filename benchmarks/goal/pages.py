@@ -217,9 +217,10 @@ def sooner(timed: list[Cell]) -> str:
     for cell in timed:
         _, other, ratio = speedup(cell.times())
         if ratio and ratio < 1 and other in TORCH:
-            lines.append(f"{cell.tokens:,} tokens, {cell.network}: {1 / ratio:.1f} times")
+            fast = f"{1 / ratio:.1f} times{' as fast' * (not lines)}"
+            lines.append(f"{fast} with {cell.tokens:,} tokens at {cell.network}")
     page = "../reports/benchmarks.md#time-to-loss"
     return (
         "PyTorch computes this model faster on a CPU. "
-        f"In the [lab]({page}) it was sooner at the loss with {'; '.join(lines)}.\n"
+        f"In the [lab]({page}) it reached the loss {', '.join(lines)}.\n"
     )

@@ -26,7 +26,7 @@ from lioncub_jax.tools.plan import CLUSTERS, Cluster, Link, Measured, picture
 PIPE_WIDTH = 200  # a pipe has no width of its own; the 80 of rich would fold lines
 
 MAIN = """\
-Data-parallel training for JAX whose workers exchange 1 to 5 bits for each parameter:
+Data-parallel training for JAX whose workers send 2 to 5 bits for each parameter:
 what it would gain, what your machines reach, and what a compiled step sends.
 lioncub COMMAND --help has examples."""
 

@@ -71,9 +71,11 @@ def lines(plan: Plan) -> list[str]:
         return said
     how = (row and row.learned) or methods[evidence.REFERENCE]
     if row and row.scheme.kind != "mean":
+        factor = digits(how.decay_over_adamw)
+        decay = "the same decay" if factor == "1" else f"{factor} times its decay"
         said.append(
-            f"Begin with {digits(how.rate_over_adamw)} times the learning rate of your AdamW and "
-            f"{digits(how.decay_over_adamw)} times its decay, betas {how.b1:g} and {how.b2:g}; then tune."
+            f"Begin with {digits(how.rate_over_adamw)} times the learning rate of your AdamW and {decay}, "
+            f"betas {how.b1:g} and {how.b2:g}; then tune."
         )
     near = "Measured" if distance == evidence.HERE else "Nearest runs"
     less = " (with more, expect less)" * (plan.tokens > cell.tokens)
