@@ -213,7 +213,7 @@ def speedups(timed: list[Cell]) -> str:
 
 def sooner(timed: list[Cell]) -> str:
     """How much sooner PyTorch is at the loss, in cells of the lab where it is first."""
-    lines = []
+    lines: list[str] = []
     for cell in timed:
         _, other, ratio = speedup(cell.times())
         if ratio and ratio < 1 and other in TORCH:
