@@ -128,13 +128,12 @@ def distributed_lion(
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Distributed Lion: workers send signs; the update is their majority or their average.
 
-    `lion_cub` with ``Q = sign``, and either of two updates of W voters::
+    `lion_cub` with ``Q = sign``, and either of two updates of the n workers that vote::
 
         u = sign(sum_i sign(c_i))     # "MaVo", the majority vote: distributed_lion(lr)
-        u = sum_i sign(c_i) / W       # "Avg": distributed_lion(lr, average=True)
+        u = sum_i sign(c_i) / n       # "Avg": distributed_lion(lr, average=True)
 
-    Arguments that are not named here are those of `lion_cub`, and so are the errors, what is returned,
-    and the note on workers with different data.
+    Arguments that are not named here are those of `lion_cub`, and so are the errors, and what is returned.
 
     Args:
       average: False for the majority (1 bit back), True for the mean of the signs over the votes cast (the
@@ -463,7 +462,8 @@ def owner(
     References:
       This library; feedback both ways as dist-EF-blockSGD (Zheng et al., arXiv 1905.10936).
     """
-    check_kinds(tx=(tx, optax.GradientTransformation))
+    check_kinds(tx=(tx, optax.GradientTransformation), quantizer=(quantizer, Quantizer))
+    check_kinds(reply=(reply, ReplyCodec))
     decision = decide.at_owner(tx, reply)
     if rest is not None:
         check_kinds(rest=(rest, optax.GradientTransformation))

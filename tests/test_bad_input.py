@@ -320,6 +320,8 @@ GROUPS = optax.partition({"a": cub(), "b": cub()}, {"v": "a", "w": "b"})
 CALLS = [
     (lambda: lc.owner(optax.adamw, workers=AXIS), TypeError, "is not a GradientTransformation"),
     (lambda: lc.owner(None, workers=AXIS), TypeError, "tx=None is not a GradientTransformation"),
+    (lambda: lc.owner_adamw(1.0, quantizer=None, workers=AXIS), TypeError, "quantizer=None ... give"),
+    (lambda: lc.owner_adamw(1.0, reply=None, workers=AXIS), TypeError, "reply=None ... give"),
     (
         lambda: lc.owner(optax.identity(), reply=D.codes, workers=AXIS), TypeError,
         "reply= ... is not a ReplyCodec",

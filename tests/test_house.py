@@ -47,7 +47,7 @@ CASTS = r"\blax\.(pcast|pvary)$"  # of what a type says about an axis; nothing i
 
 
 def module_name(path):
-    """``traffic.compiled`` of its file, ``traffic`` of the wing's own, ``__init__`` of the package's."""
+    """``audit.compiled`` of its file, ``audit`` of the wing's own, ``__init__`` of the package's."""
     name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
     return name.removesuffix(".__init__")
 

@@ -49,8 +49,8 @@ class Inner(NamedTuple):
     """State of two transforms: arrays ``[rows, 128]``, and numbers.
 
     Attributes:
-      matrices: of that of matrices.
-      rest: of that of the other leaves.
+      matrices: state of the transform of matrices.
+      rest: state of the transform of the other leaves.
     """
 
     matrices: Any
@@ -312,9 +312,9 @@ def values() -> ReplyCodec:
 def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
     """``p`` bits, and a bfloat16 for each row of 128; the quantization error is added to the next reply.
 
-    ``x = u + e``, ``reply = Q(x)``, ``e = x - dequantize(reply)``. Codes are mid-rise, with a scale for
+    ``x = u + f``, ``r = R(x)``, ``f = x - dequantize(r)``. Codes are mid-rise, with a scale for
     each row of 128 from its mean magnitude, padding left out; half of it is rounded to bfloat16. A zero
-    counts as positive. Of one bit that is ``sign(x) mean|x|``. If no worker participates, ``e`` stays as it
+    counts as positive. Of one bit that is ``sign(x) mean|x|``. If no worker participates, ``f`` stays as it
     is and the update is zero. The update of a single worker is ``x``.
 
     Args:

@@ -10,8 +10,9 @@ Each worker is the *owner* of one chunk of the rows, see `step`.
 | ``at_owner(tx)`` | ``u, s = tx(mean_i dequantize(q_i), s)`` | 1 to 8 bits or float32 | ours |
 
 `votes` has what a decision is given and returns, and counts, and `at_owner` runs an optimizer. This
-file names what users call. `sign` and `ternary` have the names of quantizers because they send the same: a
-sign in one bit, and -1, 0 or +1 in two.
+file names what users call: these decisions, and the replies for `at_owner`, which are `sign`, `codes` and
+`values`. The reply `sign` and the decision `ternary` have the names of quantizers because they send the
+same: a sign in one bit, and -1, 0 or +1 in two.
 """
 
 from lioncub_jax.exchange.at_owner import at_owner, codes, sign, values

@@ -128,7 +128,7 @@ class BucketLayout(NamedTuple):
 
     @property
     def packed_chunks(self) -> int:
-        """The number of equal parts in which a piece is packed."""
+        """The number of equal runs of rows in which a piece is packed."""
         # Chunks of whole blocks begin with a block, wherever pieces begin.
         return 1 if self.large else self.num_chunks
 

@@ -120,8 +120,8 @@ def blend(
       mu_dtype: dtype of the momentum; None for that of the parameters.
       forget: of several workers, momentum becomes 0 where a worker's gradient is 0 and the momentum below
         this share of its leaf's mean magnitude (of a device's shard of the leaf; in two levels of its part
-        of a bucket); None for never. Then an embedding row that a worker saw once is voted on until its
-        momentum underflows: after a gradient of 1 for 8,223 steps, at the whole rate.
+        of a bucket); None for never. Without it an embedding row that a worker saw once is voted on until
+        its momentum underflows: after a gradient of 1 for 8,223 steps, at the whole rate.
 
     Raises:
       ValueError: if a beta is outside [0, 1), ``forget`` outside (0, 1], ``mu_dtype`` is not floating, or

@@ -1,4 +1,4 @@
-"""The plan of a step: the parts of an exchange, and where each leaf travels.
+"""The plan of a step: the components of an exchange, and where each leaf travels.
 
 An `Exchange` has what a user has chosen. A `Plan` follows from it and from the types of the leaves:
 buckets, their formats, shards, and the places of padding. It is made once for the same types; a step reads
@@ -25,7 +25,7 @@ from lioncub_jax.mesh.axes import Axes
 
 
 class Exchange(NamedTuple):
-    """The parts of an exchange. Numbers in ``momentum_rule`` and ``decision`` may be traced arrays.
+    """The components of an exchange. Numbers in ``momentum_rule`` and ``decision`` may be traced arrays.
 
     Attributes:
       axis: mesh axes of the workers.
@@ -87,7 +87,8 @@ class Plan(NamedTuple):
       axis: mesh axes of the workers.
       group: mesh axes of the devices of one worker.
       num_workers: W.
-      buckets: in which its leaves travel.
+      buckets: in which its leaves travel; where ``shared`` is not empty, in which its parts of those
+        buckets do: `step.step` is then given parts for leaves.
       shared: in a group of devices, the buckets of whole leaves that the group shares; this device's part
         of each is a leaf of ``buckets``. Likewise deals of whole matrices. () without either.
       for_tpu: the program is one of TPUs, and leaves of whole tiles lie in their order.
@@ -124,7 +125,8 @@ class Plan(NamedTuple):
           worker: ``int32[]``, index of the worker.
           num_steps: ``int32[]``, steps taken before.
           device: ``int32[]``, its index in the group.
-          row_sizes: for each leaf the sizes of its rows, if it is a part of a group's bucket already.
+          row_sizes: for each leaf the sizes of its rows, if it is a part of a group's bucket already; not
+            read where ``shared`` has them.
         """
         if self.shared:
             row_sizes = [sizes_of_part(x, device, self.padding_counts) for x in self.shared]
@@ -168,14 +170,14 @@ def make_plan(exchange: Exchange, leaves: Sequence[Any], num_workers: int, devic
     """The plan for leaves of these shapes and types: made once, and then remembered.
 
     Args:
-      exchange: the parts.
+      exchange: its components.
       leaves: arrays of a device.
       num_workers: W.
       devices: of each worker, in a group.
     """
     types = tuple([(x.shape, x.dtype, tuple(sorted(axes.varying_axes(x)))) for x in leaves])
     decision, mesh = exchange.decision, jax.sharding.get_abstract_mesh()
-    # Numbers of an exchange may be traced, so the parts without them are what is remembered.
+    # Numbers of an exchange may be traced, so the components without them are what is remembered.
     nothing: Any = None
     parts = exchange._replace(momentum_rule=nothing, decision=nothing)
     codec = decision.reply_codec

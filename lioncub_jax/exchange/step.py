@@ -5,7 +5,8 @@ its earlier codes. Its leaves lie in rows of 128 elements, and the rows are cut 
 the *owner* of chunk j, as of a shard of the optimizer's state in ZeRO-1. It may hold a state ``s_j`` and
 the error ``f_j`` of its earlier replies. A *codec* maps values to *codes*, integers from 0 to max_code:
 ``Q`` is that of the messages, and ``R`` that of the replies. The functions called here follow below
-or are in `wires`; the last column has the file of each formula.
+or are in `wires`; `decide` is a method of the decision, and *remember* is `store_error` and
+`next_momentum`. The last column has the file of each formula.
 
     interpolate  c_i = b1 mu_i + (1 - b1) g_i                worker i            momentum.py
     encode       q_i = Q(c_i + e_i)                                              quantize.py
@@ -17,7 +18,8 @@ or are in `wires`; the last column has the file of each formula.
     decode       u = dequantize(r_1, ..., r_W)               every worker        votes.py, at_owner.py
     remember     e_i = keep * (c_i + e_i - dequantize(q_i))  worker i            step.py
                  mu_i = b2 mu_i + (1 - b2) g_i                                   momentum.py
-                 (after a coded sync mu_i = u + e_i, see `sync.coded`)
+                 (after a coded sync mu_i = u + e_i, see `sync.coded`;
+                 with `forget` some of mu_i becomes 0, see `momentum.forgotten`)  transform.py
 
 The factor ``keep`` is at most 1. Votes are signed codes ``v_i = 2 q_i - max_code``, without scales or f_j.
 `majority` replies with ``sign(sum_i v_i)`` in one bit: a tie is a fair bit, the same everywhere. `ternary`
@@ -25,7 +27,8 @@ replies in two bits: a tie is 0. `average` replies with the sum: ``u = sum_i v_i
 voters. An optimizer ``tx`` at the owners: ``u_j, s_j = tx(mean_i dequantize(q_i); s_j)``, and R has two
 bits by default. A later transform of the chain multiplies ``u`` by the negative learning rate.
 
-Arrays of a bucket with the two-phase wire: N rows, padding included, of which a chunk has m = N / W.
+Arrays of a bucket with the two-phase wire: N rows, padding included, of which a chunk has m = N / W. The
+column of votes holds for `majority`, that of values for replies of `codes(p)`.
 
                  each plane                          row data of votes      row data of values
     message      uint32[4 N]                         uint32[N / 32]         scales bfloat16[N]
@@ -44,10 +47,10 @@ a NaN or infinity in any leaf abstains: it casts no vote, and its mu_i and e_i s
 buckets; with ``bucket_size`` only from those with such a value.
 
 A worker may be sharded over inner mesh axes: each device takes this step with its shards of the leaves, and
-`encode` and `participation` also communicate inside the worker. A worker may be a group of devices. Each
-device has the group's mean gradient of one *part* of the parameters, by a reduce-scatter. This part is its
-leaves here, and `publish` gathers the replies of the whole group. A worker alone sends nothing to other
-workers: `single_worker_step` is its own.
+`encode` and `participation` also communicate inside the worker, and so does `decide` of whole matrices. A
+worker may be a group of devices. Each device has the group's mean gradient of one *part* of the parameters,
+by a reduce-scatter. This part is its leaves here, and `publish` gathers the replies of the whole group. A
+worker alone sends nothing to other workers: `single_worker_step` is its own.
 """
 
 import operator
@@ -116,8 +119,8 @@ class StepResult(NamedTuple):
       state: the next ``mu`` and ``e`` of each leaf.
       owner_states: for each bucket the next ``s`` and ``f`` of the rows on which this worker decides: of
         its chunk; of all rows if the wire is not ``sharded``. () for decisions without state. Counters
-        have moved even if no worker participates. `transform.next_state` sets them back, since only its
-        sum over devices gives the number of workers the type of a replicated value, as counters have.
+        have moved even if no worker participates: `transform.with_counters` undoes that, once the count of
+        workers present is replicated, as counters are.
       stats: for each bucket ties, pairs of votes that differ, and workers present, as its owners say.
       participates: for each bucket ``bool[]``, False if this worker abstained.
     """
@@ -207,8 +210,9 @@ def single_worker_step(
     owner_states: Sequence[optax.OptState],
     abstain: jax.Array | None,
 ) -> StepResult:
-    """``u = sign(c)`` of votes; ``u, s = tx(c + e, s)`` at an owner, plus the error of its earlier replies.
+    """``u = local_update(c)`` of votes, the sign for ours; ``u, s = tx(c + e, s)`` at an owner.
 
+    To the latter the error of the owner's earlier replies is added, and none is left.
     A worker with a value that is not finite abstains from all buckets.
 
     Args:

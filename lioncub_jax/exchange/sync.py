@@ -117,13 +117,13 @@ def coded(schedule: Schedule | None = None, bits: int = 1) -> Schedule:
     """Syncs in codes, often: of one bit, each for a 28th of the bytes of full precision.
 
     Every worker sends ``Q(mu_i)``, codes with a scale for each row of 128; the owner of a chunk adds to
-    the mean of what it decodes the error ``e`` that it kept from the last sync, and replies with ``u``,
+    the mean of what it decodes the error ``f`` that it kept from the last sync, and replies with ``R``,
     signs and one bfloat16 for each row: ``bits + 1/8`` bits up and 1 + 1/8 down, times (W-1)/W.
 
-        ``u = C(mean_i Q(mu_i) + e)``, ``e = mean_i Q(mu_i) + e - u``, ``mu_i = u + (mu_i - Q(mu_i))``
+        ``u = R(mean_i Q(mu_i) + f)``, ``f = mean_i Q(mu_i) + f - u``, ``mu_i = u + (mu_i - Q(mu_i))``
 
     The error of a code stays in the worker's own momentum and that of a reply stays with the owner,
-    so ``mean_i mu_i + e`` is what it was: nothing is lost, only late.
+    so ``mean_i mu_i + f`` is what it was: nothing is lost, only late.
 
     Args:
       schedule: when; ``every(3)`` by default. Often and coarse beats seldom and exact.

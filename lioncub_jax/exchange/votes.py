@@ -64,8 +64,8 @@ class Decision:
 
     Abstract: of the two that the library has, `Vote` counts, and `at_owner` runs an optimizer. A subclass
     has ``reply_codec``, `codec_of` and `decide`; with ``has_state`` also `init` and `decide_locally`. It
-    has no collectives: the wire has them. It is a pytree of its numbers (`checks.component`), since
-    they may be traced arrays.
+    talks to no other worker, because the wire does; of whole matrices it talks to the other devices of its
+    worker. It is a pytree of its numbers (`checks.component`), since they may be traced arrays.
 
     Example:
       >>> from lioncub_jax import decide, quantize

@@ -318,7 +318,7 @@ def concatenate(
     numbers: Sequence[jax.Array],
     row_data: jax.Array | None,
 ) -> jax.Array:
-    """Concatenates parts to ``uint32[chunks, words]``; a single number may be the same for all chunks."""
+    """Concatenates fields to ``uint32[chunks, words]``; a single number may be the same for all chunks."""
     row_words = 0 if row_data is None else row_data.size // chunks
     if (len(planes), len(numbers), row_words) != (size.planes, size.numbers, size.row_words):
         raise ValueError(
