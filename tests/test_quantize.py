@@ -35,7 +35,7 @@ def encode(quantizer, x, step, worker, *, workers):
     sizes = layout.row_sizes(bucket, [None])
     fmt = plan.message_format(codec, bucket)
     here = plan.BucketPlan(bucket, fmt, fmt, 1, None, [piece], sizes)
-    own = plan.Plan((), (), workers, (here,), (), False, False, False, worker, step, [None])
+    own = plan.Plan((), workers, (here,), (), False, False, False, worker, step, [None])
     given = PieceInput(piece, x, None, None, direction=x, rows=rows)
     _, message = encode_bucket(codec, own, here, [0], [given])
     parts = rows.reshape(bucket.packed_chunks, -1, 128)
@@ -51,7 +51,7 @@ def encode(quantizer, x, step, worker, *, workers):
     if voted is not None:
         voted = bits.unpack_rows(voted.reshape(len(parts), -1), parts.shape[1]).reshape(-1)
     found = {"codes": codes, "values": values, "steps": message.scales, "voted": voted}
-    return found | {"finite": message.participates}
+    return found | {"finite": message.finite}
 
 
 def sent_by(quantizer, x, *, step=0, worker=0, workers=4):

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import layout, matrices, wires
-from lioncub_jax.exchange.at_owner import Inner
+from lioncub_jax.exchange.at_owner import MatricesAndRest
 from lioncub_jax.exchange.bits import ROW, common_dtype, round_up
 from lioncub_jax.exchange.layout import BucketLayout
 from lioncub_jax.exchange.matrices import Deal
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
     def of(self, name: str) -> "Rows":
         """Those of an array of an owner's state, by its name in it: of a deal, such as inner.rest.mu."""
         _, part, *_ = *name.split("."), "", ""
-        if self.deal is None or part not in Inner._fields:
+        if self.deal is None or part not in MatricesAndRest._fields:
             return self
         mixed = {s.leaf for s in self.deal.segments if s.matrices.rows}
         params = [x for x in self.params if (x[0] in mixed) == (part == "matrices")]

@@ -45,7 +45,7 @@ class OwnerState(NamedTuple):
     error: Any
 
 
-class Inner(NamedTuple):
+class MatricesAndRest(NamedTuple):
     """State of two transforms: arrays ``[rows, 128]``, and numbers.
 
     Attributes:
@@ -107,8 +107,8 @@ class AtOwner(Decision):
             checks.check_elementwise(self.tx, rows, inner)
         else:
             assert deal is not None
-            whole, other = [matrices.cut_rows(rows, deal, part) for part in Inner._fields]
-            inner = Inner(self.tx.init(whole), self.rest.init(other))
+            whole, other = [matrices.cut_rows(rows, deal, part) for part in MatricesAndRest._fields]
+            inner = MatricesAndRest(self.tx.init(whole), self.rest.init(other))
             checks.check_elementwise(self.tx, whole, inner.matrices, may_mix=True)
             checks.check_elementwise(self.rest, other, inner.rest)
         return OwnerState(inner, self.reply_codec.init(rows))
@@ -151,7 +151,7 @@ class AtOwner(Decision):
             matrices.in_place(u_matrices, deal, "matrices", each),
             matrices.in_place(u_rest, deal, "rest", each),
         )
-        return jnp.where(known, jnp.where(of_matrix, *u), jnp.nan), Inner(whole, rest)
+        return jnp.where(known, jnp.where(of_matrix, *u), jnp.nan), MatricesAndRest(whole, rest)
 
     def decide_locally(
         self, mean: jax.Array, present: jax.Array, context: Context, state: OwnerState

@@ -85,7 +85,6 @@ class Plan(NamedTuple):
 
     Attributes:
       axis: mesh axes of the workers.
-      group: mesh axes of the devices of one worker.
       num_workers: W.
       buckets: in which its leaves travel; where ``shared`` is not empty, in which its parts of those
         buckets do: `step.step` is then given parts for leaves.
@@ -101,7 +100,6 @@ class Plan(NamedTuple):
     """
 
     axis: Axes
-    group: Axes
     num_workers: int
     buckets: tuple[BucketPlan, ...]
     shared: tuple[BucketLayout | Deal, ...]
@@ -209,7 +207,6 @@ def _planned(
         buckets.append(own)
     return Plan(
         exchange.axis,
-        exchange.group,
         num_workers,
         tuple(buckets),
         tuple(shared),

@@ -27,7 +27,7 @@ from lioncub_jax.exchange import bits, layout, xla
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.checks import check_floating, check_number
 from lioncub_jax.exchange.matrices import Deal
-from lioncub_jax.exchange.wires import LARGEST_BFLOAT16, Format, Message
+from lioncub_jax.exchange.wires import LARGEST_BFLOAT16, BucketCodes, Format
 
 __all__ = [
     "Codec",
@@ -80,8 +80,8 @@ class Codec(NamedTuple):
       max_code: ``num_workers -> largest code``; raises ``ValueError`` if the sum over so many workers does
         not fit.
       encode: ``(float32[rows, 128], Context) -> Coded``, of a piece.
-      finish: ``(Coded, Context) -> Message``, of a whole bucket: what takes a pass over words takes little
-        time for all pieces at once, and a compiler's time for each of them.
+      finish: ``(Coded, Context) -> BucketCodes``, of a whole bucket: what takes a pass over words takes
+        little time for all pieces at once, and a compiler's time for each of them.
       decode: ``(codes, scales) -> float32[..., rows, 128]`` of codes, or dense values, of that shape, and
         scales ``[..., rows]``. None for votes.
       midtread: the middle code is zero.
@@ -95,7 +95,7 @@ class Codec(NamedTuple):
 
     max_code: Callable[[int], int]
     encode: Callable[[jax.Array, "Context"], "Coded"]
-    finish: Callable[["Coded", "Context"], Message]
+    finish: Callable[["Coded", "Context"], BucketCodes]
     decode: Callable[..., jax.Array] | None = None
     midtread: bool = False
     dense: np.dtype | None = None
@@ -293,10 +293,10 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
             q = jnp.where(x == 0, middle - 1 + zeros, level)
         return Coded(_packed(q, p, context), scale.astype(jnp.bfloat16), [mean > 0, finite])
 
-    def finish(coded: Coded, context: Context) -> Message:
+    def finish(coded: Coded, context: Context) -> BucketCodes:
         voted, finite = coded.by_row
         voted = bits.pack_rows(context.in_chunks(voted)).reshape(-1)
-        return Message(coded.planes, voted, coded.scales, jnp.all(finite))
+        return BucketCodes(coded.planes, voted, coded.scales, jnp.all(finite))
 
     def vote(x: jax.Array, context: Context) -> Coded:
         return encode(x, context)._replace(scales=None)
@@ -465,8 +465,8 @@ def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
         words = bits.saturated(x, dtype).view(jnp.uint32).reshape(-1)
         return Coded([words], by_row=[jnp.all(jnp.isfinite(x), axis=1)])
 
-    def finish(coded: Coded, context: Context) -> Message:
-        return Message(coded.planes, None, None, jnp.all(coded.by_row[0]))
+    def finish(coded: Coded, context: Context) -> BucketCodes:
+        return BucketCodes(coded.planes, None, None, jnp.all(coded.by_row[0]))
 
     def decode(values: jax.Array, scales: jax.Array | None) -> jax.Array:
         values = values.astype(jnp.float32)
@@ -704,14 +704,14 @@ def _signs(x: jax.Array, context: Context) -> Coded:
     return Coded(_packed(jnp.where(jnp.isfinite(x), fields, 1), 2, context))
 
 
-def _voted_signs(coded: Coded, context: Context) -> Message:
+def _voted_signs(coded: Coded, context: Context) -> BucketCodes:
     positive, marks = coded.planes
     assert context.zero_signs is not None
     finite = jnp.all(positive & ~marks == 0)
     planes = bits.with_zero_signs([positive], marks, context.zero_signs)
     words = context.in_chunks(marks)
     voted = bits.any_in_rows(words, words.shape[1] // bits.WORDS_PER_ROW)
-    return Message(planes, voted.reshape(-1), None, finite)
+    return BucketCodes(planes, voted.reshape(-1), None, finite)
 
 
 def _midtread(codes: jax.Array, x: jax.Array, p: int, context: Context) -> Coded:
@@ -719,9 +719,9 @@ def _midtread(codes: jax.Array, x: jax.Array, p: int, context: Context) -> Coded
     return Coded(_packed(fields, p + 1, context))
 
 
-def _with_flaws(coded: Coded, context: Context) -> Message:
+def _with_flaws(coded: Coded, context: Context) -> BucketCodes:
     *planes, not_finite = coded.planes
-    return Message(planes, None, coded.scales, jnp.all(not_finite == 0))
+    return BucketCodes(planes, None, coded.scales, jnp.all(not_finite == 0))
 
 
 def _divided(x: jax.Array, scale: jax.Array) -> jax.Array:

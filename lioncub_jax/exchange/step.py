@@ -5,8 +5,8 @@ its earlier codes. Its leaves lie in rows of 128 elements, and the rows are cut 
 the *owner* of chunk j, as of a shard of the optimizer's state in ZeRO-1. It may hold a state ``s_j`` and
 the error ``f_j`` of its earlier replies. A *codec* maps values to *codes*, integers from 0 to max_code:
 ``Q`` is that of the messages, and ``R`` that of the replies. The functions called here follow below
-or are in `wires`; `decide` is a method of the decision, and *remember* is `store_error` and
-`next_momentum`. The last column has the file of each formula.
+or are in `wires`: *interpolate* is `piece_input`, *decide* a method of the decision, and *remember* is
+`store_error` and `store`. The last column has the file of each formula.
 
     interpolate  c_i = b1 mu_i + (1 - b1) g_i                worker i            momentum.py
     encode       q_i = Q(c_i + e_i)                                              quantize.py
@@ -64,15 +64,15 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax.exchange import bits, layout, matrices, wires, xla
+from lioncub_jax.exchange import bits, layout, wires, xla
 from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW, at_least_float32, saturated
 from lioncub_jax.exchange.layout import Piece
-from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.plan import BucketPlan, Exchange, Plan
 from lioncub_jax.exchange.quantize import Codec, Coded, Context, rotated_back
 from lioncub_jax.exchange.votes import Decision
 from lioncub_jax.exchange.wires import (
+    BucketCodes,
     BucketStats,
     Message,
     Reply,
@@ -143,7 +143,7 @@ def step(
     """Takes one step of this worker, which meets the others in ``collect`` and ``publish`` only.
 
     Args:
-      exchange: the parts.
+      exchange: its components.
       plan: this worker's index, and the places of its leaves in buckets.
       grads: ``g`` of each leaf; varies over the workers.
       state: ``mu`` and ``e`` of each leaf, None where there is none; varies over the workers.
@@ -153,19 +153,17 @@ def step(
     """
     if plan.num_workers == 1:
         return single_worker_step(exchange, plan, grads, state, owner_states, abstain)
-    rule, codec, decision, wire = (
-        exchange.momentum_rule, exchange.message_codec, exchange.decision, exchange.wire,
-    )  # fmt: skip
+    rule, codec = exchange.momentum_rule, exchange.message_codec
 
     # All buckets are encoded before one is sent: a NaN in the last may keep this worker out of the first.
-    inputs, coded, messages = [], [], []  # of each bucket; the first two for each piece
+    inputs, coded, joined = [], [], []  # of each bucket; the first two for each piece
     starts = [first_blocks(plan, bucket) for bucket in plan.buckets]
     for bucket, own_starts in zip(plan.buckets, starts, strict=True):
-        inputs.append([interpolate(plan, rule, piece, grads, state) for piece in bucket.pieces])
-        each, message = encode(codec, plan, bucket, own_starts, inputs[-1])
+        inputs.append([piece_input(plan, rule, piece, grads, state) for piece in bucket.pieces])
+        each, whole = encode(codec, plan, bucket, own_starts, inputs[-1])
         coded.append(each)
-        messages.append(message)
-    participates = participation(plan, messages, coded, abstain)
+        joined.append(whole)
+    participates = participation(plan, joined, coded, abstain)
 
     updates: dict[int, jax.Array] = {}
     mu: dict[int, jax.Array] = {}
@@ -173,33 +171,47 @@ def step(
     new_owner_states, stats = [], []
     of_leaf = jax.jit(partial(error_of_leaf, codec, plan), static_argnums=(0, 1))
     for k, bucket in enumerate(plan.buckets):
-        message = addressed(messages[k], bucket.message, participates[k])
-        received = collect(wire, message, bucket.message, exchange.axis)
-        with jax.named_scope("lioncub.decide"):
-            context = decide_context(codec, plan, bucket, wire.sharded)
-            reply, owner_state = decision.decide(received, context, owner_states[k])
-        replies = publish(wire, reply, bucket.reply, exchange.axis, exchange.group)
+        here = participates[k]
+        message = addressed(joined[k], bucket.message, here)
+        replies, owner_state = exchange_bucket(exchange, plan, bucket, message, owner_states[k])
         new_owner_states.append(owner_state)
         stats.append(replies.stats)
 
-        decoded = decode(decision, bucket, starts[k], replies)
+        decoded = decode(exchange.decision, bucket, starts[k], replies)
+        num_chunks = bucket.layout.packed_chunks
         for own, own_codes, u in zip(inputs[k], coded[k], decoded, strict=True):
-            piece = own.piece
-            updates |= split_update(plan, piece, u)
+            updates |= split_update(plan, own.piece, u)
             with jax.named_scope("lioncub.remember"):
-                kept = codec, plan, bucket.layout.packed_chunks, own_codes
                 # A coded sync keeps no error apart from mu, which becomes u + e.
                 if own.error is not None:
-                    error |= store_error(own, of_leaf, *kept, state.error, participates[k])
+                    error |= store_error(
+                        own, of_leaf, codec, plan, num_chunks, own_codes, state.error, here
+                    )
                 if own.momentum is not None:
-                    new_mu = next_momentum(rule, own, u, partial(next_error, *kept))
-                    mu |= store(plan, piece, own.momentum, new_mu, state.mu, participates[k])
+                    if rule.synchronizes:
+                        new_mu = synced_momentum(own, u, codec, plan, num_chunks, own_codes)
+                    else:
+                        new_mu = rule.update(own.gradient, own.momentum)
+                    mu |= store(plan, own.piece, own.momentum, new_mu, state.mu, here)
 
     # A leaf without elements is in no bucket, and stays.
     all_mu = [mu.get(i, old) for i, old in enumerate(state.mu)]
     all_errors = [error.get(i, old) for i, old in enumerate(state.error)]
     new_state = WorkerState(all_mu, all_errors)
     return StepResult(updates, new_state, new_owner_states, stats, participates)
+
+
+def exchange_bucket(
+    exchange: Exchange, plan: Plan, bucket: BucketPlan, message: Message, owner_state: Any
+) -> tuple[Reply, Any]:
+    """Collects, decides, publishes: replies of all owners about a bucket, and this owner's next state."""
+    wire = exchange.wire
+    received = collect(wire, message, bucket.message, exchange.axis)
+    with jax.named_scope("lioncub.decide"):
+        context = decide_context(exchange.message_codec, plan, bucket, wire.sharded)
+        reply, owner_state = exchange.decision.decide(received, context, owner_state)
+    replies = publish(wire, reply, bucket.reply, exchange.axis, exchange.group)
+    return replies, owner_state
 
 
 def single_worker_step(
@@ -216,7 +228,7 @@ def single_worker_step(
     A worker with a value that is not finite abstains from all buckets.
 
     Args:
-      exchange: the parts, as in `step.step`.
+      exchange: its components.
       plan: the places of its leaves.
       grads: ``g`` of each leaf.
       state: ``mu`` and ``e`` of each leaf; errors of earlier codes are added in full.
@@ -230,7 +242,7 @@ def single_worker_step(
     abstains = axes.any_over_shards(abstains | ~axes.all_finite(values), axis)
     present = 1 - abstains.astype(jnp.uint32)
 
-    new_owner_states = list(owner_states)
+    decided, new_owner_states = list(values), list(owner_states)
     if decision.has_state:
         for k, bucket in enumerate(plan.buckets):
             rows = layout.join_bucket(values, bucket.layout)
@@ -239,15 +251,15 @@ def single_worker_step(
                 rows, present, context, owner_states[k]
             )
             for i, x in layout.split_bucket(rows, bucket.layout.pieces).items():
-                values[i] = x
+                decided[i] = x
 
     updates, new_mu, new_error = {}, [], []
     for i, (g, mu, e) in enumerate(zip(grads, state.mu, state.error, strict=True)):
-        u = jnp.where(abstains, 0, decision.reply_codec.local_update(values[i]))
+        u = jnp.where(abstains, 0, decision.reply_codec.local_update(decided[i]))
         u = axes.same_everywhere(u, axis)
         updates[i] = wires.from_group(u, exchange.group) if exchange.group else u
         if mu is not None:
-            new = values[i] if rule.synchronizes else rule.update(g, mu)
+            new = decided[i] if rule.synchronizes else rule.update(g, mu)
             mu = jnp.where(abstains, mu, saturated(new, mu.dtype))
         new_mu.append(mu)
         new_error.append(None if e is None else jnp.where(abstains, e, 0))
@@ -271,7 +283,7 @@ def plus_error(direction: jax.Array, error: jax.Array | None) -> jax.Array:
 # --- Interpolate and encode
 
 
-def interpolate(
+def piece_input(
     plan: Plan, rule: MomentumRule, piece: Piece, grads: Sequence[jax.Array], state: WorkerState
 ) -> PieceInput:
     """``c`` of a piece, of ``g`` and ``mu`` of all leaves; and ``c + e`` in rows."""
@@ -294,8 +306,8 @@ def interpolate(
 def encode(
     codec: Codec, plan: Plan, bucket: BucketPlan, starts: Sequence[jax.Array],
     inputs: Sequence[PieceInput],
-) -> tuple[list[Coded], Message]:  # fmt: skip
-    """``q = Q(c + e)`` of each piece of a bucket, and the message with all of them."""
+) -> tuple[list[Coded], BucketCodes]:  # fmt: skip
+    """``q = Q(c + e)`` of each piece of a bucket, and all of them joined."""
     pieces, rows, rounding = bucket.pieces, [x.rows for x in inputs], codec.rounding
     whole = encode_context(codec, plan, bucket, rows[0])
     means: Sequence[jax.Array | None] = [None] * len(pieces)
@@ -319,7 +331,8 @@ def encode(
             leaf_mean=means[k],
         )
         coded.append(each)
-    return coded, codec.finish(jax.tree.map(lambda *parts: jnp.concatenate(parts), *coded), whole)
+    all_pieces = jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *coded)
+    return coded, codec.finish(all_pieces, whole)
 
 
 def encode_context(codec: Codec, plan: Plan, bucket: BucketPlan, rows: jax.Array) -> Context:
@@ -347,8 +360,8 @@ def encode_context(codec: Codec, plan: Plan, bucket: BucketPlan, rows: jax.Array
 def noise(seed: int, plan: Plan, bucket: BucketPlan, piece: Piece) -> jax.Array:
     """``float32[rows, 128]`` in [0, 1), added before rounding down; by seed, step, worker and leaf."""
     key = jax.random.key(seed)
-    for part in (plan.num_steps, plan.worker):
-        key = jax.random.fold_in(key, part)
+    for number in (plan.num_steps, plan.worker):
+        key = jax.random.fold_in(key, number)
     drawn = []
     for s in piece.segments:
         own = jax.random.fold_in(key, s.leaf)
@@ -389,7 +402,7 @@ def sums_of_leaves(x: jax.Array, piece: Piece) -> jax.Array:
 
 
 def participation(
-    plan: Plan, messages: Sequence[Message], coded: Sequence[Sequence[Coded]],
+    plan: Plan, joined: Sequence[BucketCodes], coded: Sequence[Sequence[Coded]],
     abstain: jax.Array | None,
 ) -> list[jax.Array]:  # fmt: skip
     """``bool[]`` for each bucket: all values are finite on all devices of the worker, and not ``abstain``.
@@ -398,18 +411,18 @@ def participation(
     last gradient.
     """
 
-    def participates(messages: Sequence[Message], coded: Sequence[Sequence[Coded]]) -> jax.Array:
+    def participates(joined: Sequence[BucketCodes], coded: Sequence[Sequence[Coded]]) -> jax.Array:
         abstains = jnp.zeros((), bool) if abstain is None else abstain
         # Behind the codes, so that momentum can be overwritten in place; what is not known of rows is known
         # of planes.
         words = [x.planes[0][0] for each in coded for x in each if x.by_row]
-        flags = [*[x.participates for x in messages], ~abstains]
+        flags = [*[x.finite for x in joined], ~abstains]
         return ~axes.any_over_shards(~xla.all_delayed_by(flags, words), plan.axis)
 
     if plan.abstains_per_bucket:
-        pairs = zip(messages, coded, strict=True)
-        return [participates([message], [each]) for message, each in pairs]
-    return [participates(messages, coded)] * len(messages)
+        pairs = zip(joined, coded, strict=True)
+        return [participates([whole], [each]) for whole, each in pairs]
+    return [participates(joined, coded)] * len(joined)
 
 
 # --- Decide
@@ -447,16 +460,17 @@ def first_blocks(plan: Plan, bucket: BucketPlan) -> list[jax.Array]:
 
 @jax.named_scope("lioncub.unpack")
 def decode(
-    decision: Decision, bucket: BucketPlan, starts: Sequence[jax.Array], reply: Reply
+    decision: Decision, bucket: BucketPlan, starts: Sequence[jax.Array], replies: Reply
 ) -> list[jax.Array]:
     """``u`` of each piece, ``[devices, rows, 128]``; ``starts`` as `first_blocks`."""
     codec, fmt, num_rows = decision.reply_codec, bucket.reply, bucket.layout.rows
-    devices = len(reply.planes[0]) // fmt.num_workers
+    # Planes are [devices chunks, words]; a device's chunks follow each other as the rows of its bucket do.
+    devices = len(replies.planes[0]) // fmt.num_workers
     if not bucket.layout.large:  # one piece
-        u = codec.decode(reply.planes, reply.row_data, fmt.num_rows, fmt)
+        u = codec.decode(replies.planes, replies.row_data, fmt.num_rows, fmt)
         return [u.reshape(devices, -1, ROW)]
-    by_block = [x.reshape(devices, num_rows // BLOCK, -1) for x in reply.planes]
-    data = reply.row_data
+    by_block = [x.reshape(devices, num_rows // BLOCK, -1) for x in replies.planes]
+    data = replies.row_data
     data = None if data is None else data.reshape(devices, num_rows // BLOCK, -1)
 
     @partial(jax.jit, static_argnums=3)  # traced once for all large leaves of one shape
@@ -491,35 +505,26 @@ def split_update(plan: Plan, piece: Piece, u: jax.Array) -> dict[int, jax.Array]
     return parts
 
 
-def leaves_of_group(plan: Plan, parts: dict[int, jax.Array]) -> dict[int, jax.Array]:
-    """Leaves by index, from all parts of each group bucket, ``[devices, rows, 128]``."""
-    leaves: dict[int, jax.Array] = {}
-    for k, bucket in enumerate(plan.shared):
-        rows = parts[k].reshape(-1, ROW)
-        if isinstance(bucket, Deal):
-            leaves |= matrices.split(rows, bucket)
-        else:
-            leaves |= layout.split_bucket(rows, layout.pieces(bucket, plan.num_steps))
-    return leaves
-
-
 # --- Remember
+#
+# These form c + e again, though x.rows has it: that array would have to live from encode to the replies.
 
 
-def next_momentum(
-    rule: MomentumRule, x: PieceInput, u: jax.Array, error: Callable[[jax.Array], jax.Array]
+def synced_momentum(
+    x: PieceInput, u: jax.Array, codec: Codec, plan: Plan, num_chunks: int, coded: Coded
 ) -> jax.Array:
-    """``mu = b2 mu + (1 - b2) g`` of a piece; after a sync in codes ``mu = u + e``."""
-    if not rule.synchronizes:
-        return rule.update(x.gradient, x.momentum)
+    """``mu = u + e`` of a piece, after a sync in codes."""
     exact = at_least_float32(layout.piece_to_rows(plus_error(x.direction, x.error), x.piece))
-    return layout.rows_to_piece(error(exact) + u.reshape(exact.shape), x.piece)
+    error = next_error(codec, plan, num_chunks, coded, exact)
+    return layout.rows_to_piece(error + u.reshape(exact.shape), x.piece)
 
 
-def next_error(codec: Codec, plan: Plan, parts: int, coded: Coded, exact: jax.Array) -> jax.Array:
+def next_error(
+    codec: Codec, plan: Plan, num_chunks: int, coded: Coded, exact: jax.Array
+) -> jax.Array:
     """``e = keep (c + e - dequantize(q))``, of the rows ``c + e`` of a piece. Padding may hold anything."""
     assert codec.decode is not None and coded.scales is not None
-    scales = coded.scales.reshape(parts, -1)
+    scales = coded.scales.reshape(num_chunks, -1)
     code_bits = codec.max_code(plan.num_workers).bit_length()
     planes = [plane.reshape(len(scales), -1) for plane in coded.planes[:code_bits]]
     rows = codec.decode(bits.unpack(planes, scales.shape[1]), scales)
@@ -530,14 +535,14 @@ def next_error(codec: Codec, plan: Plan, parts: int, coded: Coded, exact: jax.Ar
 
 
 def store_error(
-    x: PieceInput, of_leaf: Callable[..., jax.Array], codec: Codec, plan: Plan, parts: int,
+    x: PieceInput, of_leaf: Callable[..., jax.Array], codec: Codec, plan: Plan, num_chunks: int,
     coded: Coded, leaves: Sequence[jax.Array], participates: jax.Array,
 ) -> dict[int, jax.Array]:  # fmt: skip
     """The new error of each leaf of a piece, as `store`; ``of_leaf`` is `error_of_leaf`, traced once."""
     assert x.error is not None and coded.scales is not None
     if x.piece.joined:
-        exact = at_least_float32(plus_error(x.direction, x.error))
-        error = next_error(codec, plan, parts, coded, exact)
+        exact = plus_error(x.direction, x.error)
+        error = next_error(codec, plan, num_chunks, coded, exact)
         return store(plan, x.piece, x.error, error, leaves, participates)
     [s] = x.piece.segments
     sizes = plan.row_sizes[s.leaf]
@@ -545,13 +550,13 @@ def store_error(
         sizes = layout.pad_rows(sizes, x.piece.rows)
     coded = Coded(coded.planes, coded.scales.astype(jnp.float32))
     error = of_leaf(
-        x.piece.kind, parts, plan.num_steps, x.error, x.direction, coded, sizes, participates
+        x.piece.kind, num_chunks, plan.num_steps, x.error, x.direction, coded, sizes, participates
     )
     return {s.leaf: error}
 
 
 def error_of_leaf(
-    codec: Codec, plan: Plan, piece: Piece, parts: int, num_steps: jax.Array, error: jax.Array,
+    codec: Codec, plan: Plan, piece: Piece, num_chunks: int, num_steps: jax.Array, error: jax.Array,
     direction: jax.Array, coded: Coded, sizes: jax.Array | None, participates: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """The new error of a leaf, in its shape."""
@@ -559,7 +564,7 @@ def error_of_leaf(
 
     def new(error: jax.Array, direction: jax.Array, coded: Coded) -> jax.Array:
         exact = plus_error(layout.piece_to_rows(direction, piece), error)
-        made = next_error(codec, plan, parts, coded, at_least_float32(exact))
+        made = next_error(codec, plan, num_chunks, coded, exact)
         return saturated(layout.zero_padding(made, sizes), error.dtype)
 
     def old(error: jax.Array, direction: jax.Array, coded: Coded) -> jax.Array:

@@ -24,7 +24,7 @@ from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.exchange.momentum import MomentumRule, forgotten
 from lioncub_jax.exchange.plan import Exchange, Plan, plan_of_step, plan_on_device
 from lioncub_jax.exchange.quantize import Codec, Quantizer
-from lioncub_jax.exchange.step import StepResult, WorkerState, leaves_of_group, step
+from lioncub_jax.exchange.step import StepResult, WorkerState, step
 from lioncub_jax.exchange.votes import Decision
 from lioncub_jax.exchange.wires import BucketStats, Wire
 from lioncub_jax.mesh import axes, placement
@@ -346,7 +346,7 @@ def take_step(
         kept_mu = zip(grads, mu, strict=True)
         mu = [jnp.where(here, forgotten(share, g, x), x) for g, x in kept_mu]
     if exchange.shares:
-        new = leaves_of_group(plan, new)
+        new = split_shared(plan, new)
         state = state._replace(mu=flats(mu, shared), error=flats(error, shared))
     else:
         state = state._replace(mu=tree.unflatten(mu), error=tree.unflatten(error))
@@ -436,3 +436,15 @@ def join_shared(leaves: Sequence[jax.Array], bucket: BucketLayout | Deal) -> jax
     if isinstance(bucket, Deal):
         return matrices.join(leaves, bucket)
     return layout.join_bucket(leaves, bucket)
+
+
+def split_shared(plan: Plan, parts: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    """Leaves by index, from all parts of each shared bucket, ``[devices, rows, 128]``."""
+    leaves: dict[int, jax.Array] = {}
+    for k, bucket in enumerate(plan.shared):
+        rows = parts[k].reshape(-1, ROW)
+        if isinstance(bucket, Deal):
+            leaves |= matrices.split(rows, bucket)
+        else:
+            leaves |= layout.split_bucket(rows, layout.pieces(bucket, plan.num_steps))
+    return leaves

@@ -76,15 +76,30 @@ CACHE_LINE, VECTOR = 32, 128  # words
 LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
 
 
+class BucketCodes(NamedTuple):
+    """Codes of one worker about a bucket, as `Codec.finish` makes them; `addressed` makes the message.
+
+    Attributes:
+      planes, voted, scales: as of `Message`, before they are padded; ``voted`` may be there for codes that
+        are decoded, and then is not sent.
+      finite: ``bool[]``: all values are.
+    """
+
+    planes: list[jax.Array]
+    voted: jax.Array | None
+    scales: jax.Array | None
+    finite: jax.Array
+
+
 class Message(NamedTuple):
-    """Codes of one worker about a bucket.
+    """What one worker sends about a bucket, padded to W chunks.
 
     Attributes:
       planes: ``uint32[words]`` each, plane k with bit k of every code; of dense values their own bits.
       voted: ``uint32[blocks]``, one bit for each row on which the worker votes; None for codes with a
-        zero. Of codes that are decoded it does not travel.
+        zero, or that are decoded.
       scales: ``bfloat16[rows]``, the scale of each row, or None where it stays at the worker.
-      participates: ``bool[]``: all values are finite; of what is sent: the worker participates.
+      participates: ``bool[]``: the worker does.
     """
 
     planes: list[jax.Array]
@@ -219,20 +234,20 @@ def padded_size(words: int, multiple: int) -> int:
     return bits.round_up(words, multiple) if words >= 100 * VECTOR else words
 
 
-def addressed(message: Message, fmt: Format, participates: jax.Array) -> Message:
+def addressed(codes: BucketCodes, fmt: Format, participates: jax.Array) -> Message:
     """The message about a bucket, padded to W chunks.
 
     A worker that does not participate sends nothing that counts: codes for zero, no row with a vote, or
     scales of 0. Dense values stay as they are, and the owner leaves them out by ``participates``.
     """
-    planes = [_padded(x, fmt, fmt.plane_words) for x in message.planes]
+    planes = [_padded(x, fmt, fmt.plane_words) for x in codes.planes]
     voted, scales = None, None
     if fmt.midtread:
         planes = zero_unless(participates, planes, fmt)
     if fmt.marks_rows:
-        voted = jnp.where(participates, _padded(message.voted, fmt, fmt.row_words), 0)
+        voted = jnp.where(participates, _padded(codes.voted, fmt, fmt.row_words), 0)
     if fmt.sends_scales:
-        scales = jnp.where(participates, _padded(message.scales, fmt, fmt.num_rows), 0)
+        scales = jnp.where(participates, _padded(codes.scales, fmt, fmt.num_rows), 0)
     return Message(planes, voted, scales, participates)
 
 
