@@ -507,7 +507,9 @@ def split_update(plan: Plan, piece: Piece, u: jax.Array) -> dict[int, jax.Array]
 
 # --- Remember
 #
-# These form c + e again, though x.rows has it: that array would have to live from encode to the replies.
+# These form c + e again, because x.rows would have to live from encode to the replies. Read in
+# `error_of_leaf`, it made temporaries of `owner_adamw` 104 MB instead of 86 (a model of 20 arrays and width
+# 768 on 8 CPU devices).
 
 
 def synced_momentum(
