@@ -408,10 +408,14 @@ def test_gradients_that_look_like_parameters_are_what_is_said_of_them():
         ValueError, match=in_order("params['b'], float32[5], differs ... looks like it ... out={")
     ):
         mapped(step)(*args)
-    found = mapped(step, out={"all": "mean", "seen": "each"})(*args)
+    found = mapped(step, rows="batch", out={"all": "mean", "seen": "each"})(*args)
     assert_same(found["all"], jax.grad(loss_fn)(fresh(), BATCH), atol=1e-6)
     assert found["seen"]["w"].shape == (4, 6, 5)
-    only = mapped(lambda params, batch: jax.grad(loss_fn)(params, batch), out={"result": "mean"})
+    only = mapped(
+        lambda params, batch: jax.grad(loss_fn)(params, batch),
+        rows="batch",
+        out={"result": "mean"},
+    )
     assert_same(only(fresh(), BATCH), found["all"])
 
 
@@ -451,6 +455,52 @@ ROWS = [
     ({}, lambda x, n: x.sum() * n, (BATCH[0], 2), "no argument has rows for the workers: ['x', 'n']"),
     ({"rows": {"x": 2}}, lambda x: x.sum(), (BATCH[0],), "x has shape (16, 6), and no dimension 2"),
 ]  # fmt: skip
+
+
+def weighed(state, batch, weights):
+    return state, (batch[0] * weights).mean()
+
+
+def told_apart(model, x, y):
+    return jnp.mean((model(x) - y) ** 2)
+
+
+def drawn(state, key, scale, batch):
+    return state, scale * (batch + jax.random.normal(key, batch.shape)).mean()
+
+
+def layer():
+    return nnx.Linear(6, 5, rngs=nnx.Rngs(0))
+
+
+WEIGHTS = np.ones((16, 6), np.float32)
+UNNAMED = {
+    "weights behind the batch": (
+        weighed, (jnp.ones(3), BATCH, WEIGHTS), "rows='batch'), rows=('batch', 'weights'), or rows='weights'"
+    ),
+    "a batch in two, that does not fit": (told_apart, (layer(), *BATCH), "rows='x'), rows=('x', 'y')"),
+    "parameters that are only read": (loss_fn, (fresh(), BATCH), "'params' ... or rows='batch'"),
+    "keys and numbers": (drawn, (jnp.ones(3), jax.random.PRNGKey(0), 2.0, BATCH[0]), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNNAMED)
+def test_a_batch_that_may_be_another_argument_than_the_last_is_to_be_named(name):
+    fn, args, words = UNNAMED[name]
+    if words is None:
+        mapped(fn)(*args)
+        return
+    with pytest.raises(ValueError, match=in_order(f"only the last argument ... whole on each ... {words}")):
+        mapped(fn)(*args)
+
+
+def test_a_batch_that_is_named_is_that_of_one_device():
+    for fn, args, rows in (
+        (lambda s, b, weights: weighed(s, b, weights)[1], (0, BATCH, WEIGHTS[0]), 1),
+        (told_apart, (layer(), *BATCH), ("x", "y")),
+        (loss_fn, (fresh(), BATCH), "batch"),
+    ):
+        assert_same(mapped(fn, rows=rows)(*args), fn(*args), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("options", "fn", "args", "words"), ROWS)
@@ -600,7 +650,7 @@ def test_a_loss_over_the_tokens_of_all_is_that_of_one_device():
             "norm": optax.tree.norm(lc.mean_over_workers(grads, WORKERS())),
         }
 
-    found = mapped(step)(fresh(), (*BATCH, mask))
+    found = mapped(step, rows="batch")(fresh(), (*BATCH, mask))
     value, grads = jax.value_and_grad(loss)(fresh(), (*BATCH, mask))
     np.testing.assert_allclose(
         [found["loss"], found["norm"]], [value, optax.tree.norm(grads)], rtol=1e-5

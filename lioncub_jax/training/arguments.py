@@ -226,7 +226,7 @@ class Arguments:
         self.workers, self.hidden, self.names = workers, call.traced, call.names()
         self.graph, self._graphdef = call.graph, call.graphdef
         self._tree: Any = call.tree
-        self._keywords = call.keywords
+        self._keywords, self._which = call.keywords, rows.which
         whole = jax.tree.unflatten(call.tree, call.flat)
         self._inside: Any = jax.tree.structure(opened(whole))
         self._statics, self.leaves = dict[int, Any](), list[Leaf]()
@@ -271,6 +271,29 @@ class Arguments:
                     "part of the rows of an argument: give what is no row of the batch, such as class "
                     "weights, as another argument, map_step(step, workers, rows=...)"
                 )
+
+    def check_batch(self, returned: set[int], keys: set[int]) -> None:
+        """Raises where the last argument may not be the batch, because another may be.
+
+        Args:
+          returned: places of arrays that the step returns changed. An argument with one is no batch; no
+            more is a module of nnx, which is changed in place.
+          keys: places of random keys.
+        """
+        if self._which is not None:
+            return
+        known = {self.leaves[i].argument for i in returned} | {*self.graph}
+        for i, x in enumerate(self.leaves):
+            is_array = x.role is Role.SAME and x.shape.ndim and not is_key(x.shape)
+            if x.argument in known or not is_array or i in keys:
+                continue
+            last, other = self.names[-1], self.names[x.argument]
+            raise ValueError(
+                f"only the last argument, {last!r}, would be cut into the rows of the workers, and "
+                f"{other!r}, which the step does not return, would be whole on each: {x.name} "
+                f"{x.shape.dtype}{list(x.shape.shape)}. Say what the batch is: map_step(step, workers, "
+                f"rows={other!r}), rows=({other!r}, {last!r}), or rows={last!r}"
+            )
 
     def key(self, call: Call) -> Any:
         """What a traced program depends on: all but how the given arrays lie."""

@@ -6,6 +6,7 @@ differ between workers is proven, never guessed from names. The same trace is th
 needs no casts. `arguments` says what goes in, `results` what comes out.
 """
 
+import contextlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +68,8 @@ def map_step(
       step: any function of pytrees, also one that changes modules of nnx in place.
       workers: a `Workers`.
       rows: the batch: the name or place of an argument, or several; a dict gives the dimension of the
-        rows, ``{"batches": 1}``. By default the last argument, and what lies over the workers.
+        rows, ``{"batches": 1}``. By default the last argument, if the step returns or updates all others
+        that have arrays; and what lies over the workers.
       averaged: names in the paths of floating state that is averaged, besides ``nnx.BatchStat``.
       out: other results by a name in their path: ``"rows"``, ``"mean"``, ``"sum"``, or ``"each"``.
       donate: arguments whose memory the step takes over.
@@ -79,7 +81,8 @@ def map_step(
 
     Raises:
       TypeError: for no `Workers`.
-      ValueError: for ``out`` that is none of these; when called, for rows that the workers do not divide,
+      ValueError: for ``out`` that is none of these; when called, for a batch that is not named and may be
+        another than the last argument, rows that the workers do not divide,
         an array that differs and must not, and gradients that are the same on all workers.
 
     Example:
@@ -284,7 +287,11 @@ class Program:
         self.mapper = with_free_axis(self.workers) if self.workers.group else self.workers
         self.specs = [x.spec for x in self.arguments.leaves]
         shapes = [x.shape for x in self.arguments.leaves]
-        self.closed, self.results, self.one = self._traced(shapes)
+        try:
+            self.closed, self.results, self.one = self._traced(shapes)
+        except Exception:
+            self._check_whole_batch()
+            raise
         if len(self.closed.jaxpr.invars) != len(shapes):
             raise ValueError(
                 "the step closes over an array of the jax.jit around it, such as a batch, and all workers "
@@ -293,7 +300,27 @@ class Program:
         check_closure(self.closed, self.workers)
         self.keys = typed_keys(self.arguments.leaves)
         self.keys |= differ.keys_among(self.closed.jaxpr, raw_keys(self.arguments.leaves))
+        self.arguments.check_batch(self.results.returned(), self.keys)
         self._read(shapes)
+
+    def _check_whole_batch(self) -> None:
+        """Raises, where the step cannot be traced, if it can with the whole batch: then rows= cures it."""
+        found = None
+        with contextlib.suppress(Exception):
+            found = self._traced(self._with_rows(self.workers.count))
+        if found is not None:
+            keys = {i for i, is_raw in enumerate(raw_keys(self.arguments.leaves)) if is_raw}
+            self.arguments.check_batch(found[1].returned(), keys)
+
+    def _with_rows(self, times: int) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of the arguments with as many times the rows."""
+        shapes = []
+        for leaf in self.arguments.leaves:
+            shape = list(leaf.shape.shape)
+            if leaf.role is Role.ROWS:
+                shape[leaf.dim] *= times
+            shapes.append(leaf.shape.update(shape=tuple(shape)))
+        return shapes
 
     def _traced(self, shapes: Sequence[Any]) -> tuple[Any, Results, Callable[..., Any]]:
         """The step on one worker: its jaxpr, its results, and a function that is this jaxpr.
@@ -358,13 +385,7 @@ class Program:
     @cached_property
     def grown(self) -> list[bool]:
         """For each result whether its first dimension doubles with the rows: such are rows themselves."""
-        doubled = []
-        for leaf in self.arguments.leaves:
-            shape = list(leaf.shape.shape)
-            if leaf.role is Role.ROWS:
-                shape[leaf.dim] *= 2
-            doubled.append(leaf.shape.update(shape=tuple(shape)))
-        _, more, _ = self._traced(doubled)
+        _, more, _ = self._traced(self._with_rows(2))
         pairs = zip(self.results.arrays, more.arrays, strict=True)
         return [x.ndim > 0 and y.shape[0] == 2 * x.shape[0] for x, y in pairs]
 

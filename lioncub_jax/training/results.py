@@ -114,6 +114,10 @@ class Results:
         for x, result in zip(leaves, places, strict=True):
             self._add(x, result)
 
+    def returned(self) -> set[int]:
+        """The places of the arguments' arrays that the step returns changed."""
+        return {x.before for x in self.each if x.before is not None}
+
     def rebuilt(self, arrays: Sequence[Any]) -> Any:
         """What the step returns, of arrays of all workers; modules of the arguments are changed."""
         out = None
