@@ -476,7 +476,8 @@ def layer():
 WEIGHTS = np.ones((16, 6), np.float32)
 UNNAMED = {
     "weights behind the batch": (
-        weighed, (jnp.ones(3), BATCH, WEIGHTS), "rows='batch'), rows=('batch', 'weights'), or rows='weights'"
+        weighed, (jnp.ones(3), BATCH, WEIGHTS),
+        "rows='batch'), rows=('batch', 'weights'), or rows='weights'",
     ),
     "a batch in two, that does not fit": (told_apart, (layer(), *BATCH), "rows='x'), rows=('x', 'y')"),
     "parameters that are only read": (loss_fn, (fresh(), BATCH), "'params' ... or rows='batch'"),
@@ -490,7 +491,9 @@ def test_a_batch_that_may_be_another_argument_than_the_last_is_to_be_named(name)
     if words is None:
         mapped(fn)(*args)
         return
-    with pytest.raises(ValueError, match=in_order(f"only the last argument ... whole on each ... {words}")):
+    with pytest.raises(
+        ValueError, match=in_order(f"only the last argument ... whole on each ... {words}")
+    ):
         mapped(fn)(*args)
 
 
@@ -725,6 +728,40 @@ def test_a_cure_names_a_key_and_no_index():
         lc.map_step(step, WORKERS())(*args)
     _, [mean] = lc.map_step(step, WORKERS(), averaged=("stats",))(*args)
     assert_same(mean, BATCH[0].mean(0), rtol=1e-4, atol=1e-6)
+
+
+def with_average(state, batch):
+    """A running loss beside parameters that are one array."""
+    tx = owner(WORKERS())
+    w, opt_state, average = state
+    loss, grads = jax.value_and_grad(lambda w: jnp.mean((batch[0] @ w - batch[1]) ** 2))(w)
+    updates, opt_state = tx.update(grads, opt_state, w)
+    return w + updates, opt_state, 0.9 * average + 0.1 * loss
+
+
+def with_masked(state, batch):
+    return step_of(masked(WORKERS()))(state, batch)[0]
+
+
+CURES = {
+    "a running loss": (
+        with_average, lambda: (fresh()["w"], owner(WORKERS()).init(fresh()["w"]), jnp.float32(0)),
+        "state[2], float32[], differs ... mean_over_workers ... training.own(x, workers)",
+    ),
+    "a parameter": (
+        with_masked, lambda: (fresh(), masked(WORKERS()).init(fresh())),
+        "state[0]['b'], float32[5], differs ... optax.set_to_zero() ... mean_over_workers",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CURES)
+def test_no_cure_averages_parameters(name):
+    """``averaged=('state',)`` would let each of them differ."""
+    step, state, words = CURES[name]
+    with pytest.raises(ValueError, match=in_order(words)) as raised:
+        mapped(step)(state(), BATCH)
+    assert "averaged" not in str(raised.value)
 
 
 @jax.tree_util.register_pytree_node_class

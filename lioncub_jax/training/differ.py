@@ -142,6 +142,7 @@ class Differences(Walk):
     Attributes:
       constant: all workers in one class.
       each: every worker in a class of its own.
+      shapes: of the gradients that exchanges are given, by path.
       draws_alike: True if the step makes a key, the same for all, and draws by it before the first
       exchange.
 
@@ -155,6 +156,7 @@ class Differences(Walk):
         self.constant = (0,) * workers.count
         self.each: Classes = tuple(range(workers.count))
         self._gradients: dict[int, tuple[str, str, Classes]] = {}  # by equation
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.draws_alike = self._seeded = False
 
     def gradients(self) -> list[dict[str, Classes]]:
@@ -191,6 +193,7 @@ class Differences(Walk):
         if name == "name" and str(eqn.params["name"]).startswith(GRADIENT):
             _, number, path = eqn.params["name"].split(" ", 2)
             self._gradients[id(eqn)] = number, path, operands
+            self.shapes[path] = eqn.outvars[0].aval.shape  # type: ignore[attr-defined]
         if operands == self.constant:
             self._seeded |= name == "random_seed"
             self.draws_alike |= name == "random_bits" and self._seeded and not self._gradients

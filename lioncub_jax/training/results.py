@@ -351,21 +351,43 @@ class Outside:
                 "lioncub_jax.mean_over_workers(loss, workers)"
             )
         if not is_key(x) and jnp.issubdtype(x.dtype, jnp.inexact):
-            shown = ", ".join([*exchanges[0]][:3])
-            return (
-                f"{of}. A parameter would drift apart: its update does not come from a transform in which "
-                f"workers talk, which has the gradients of {shown}; a mask or label keeps it from that one "
-                "(give it optax.set_to_zero() or global_gradients); or it is changed behind it by what "
-                "each worker has for itself, such as its own loss or norm (lioncub_jax.mean_over_workers). "
-                f"A statistic is averaged, in each step, by averaged=({_last_key(result.name)!r},); what "
-                "each worker is to have for itself goes in a box, lioncub_jax.training.own(x, workers). "
-                f"{_LOOKS}"
-            )
+            return f"{of}. {self._cure(result, exchanges)}"
         return (
             f"{of}: it is state that all workers hold, and no float that could be averaged. Add it over "
             "the workers in the step, count + lioncub_jax.training.sum_over_workers(new, workers); or give "
             "each worker its own of it, lioncub_jax.training.own(x, workers)"
         )
+
+    def _cure(self, result: Result, exchanges: Sequence[Collection[str]]) -> str:
+        """What to do about a floating array that drifts apart, the likeliest first."""
+        trees, name = self._trees(), _last_key(result.name)
+        cause = (
+            "what each worker has for itself, such as its own loss or norm: take "
+            "lioncub_jax.mean_over_workers(loss, workers)"
+        )
+        if _is_parameter(result, trees):
+            shown = ", ".join([*exchanges[0]][:3])
+            return (
+                "A parameter would drift apart: its update does not come from a transform in which "
+                f"workers talk, which has the gradients of {shown}; a mask or label keeps it from that one "
+                f"(give it optax.set_to_zero() or global_gradients); or it is changed behind it by {cause}"
+            )
+        alike = [x for x in self._leaves if name in _words(x.name)]
+        if name == result.name or any(
+            x.held.in_optimizer or _is_parameter(x, trees) for x in alike
+        ):
+            return (
+                f"It is made of {cause}; what is to be each worker's own goes in a box, "
+                "lioncub_jax.training.own(x, workers)"
+            )
+        return f"A statistic is averaged, in each step, by averaged=({name!r},); or it is made of {cause}"
+
+    def _trees(self) -> set[str]:
+        """The names of trees of arguments that have the gradients' paths and shapes: parameters."""
+        shapes = {x.name: x.shape.shape for x in self._leaves}
+        wanted = self._differences.shapes
+        starts = {n.removesuffix(p) for p in wanted for n in shapes if n.endswith(p)}
+        return {s for s in starts if all(shapes.get(s + p) == x for p, x in wanted.items())}
 
     def specs(self) -> list[P]:
         """How each result lies on the mesh."""
@@ -423,6 +445,13 @@ class Outside:
         for i in by[Role.OWN]:
             results[i] = results[i][None]
         return results
+
+
+def _is_parameter(x: Any, trees: Collection[str]) -> bool:
+    """True for a result or argument in one of these trees, or a parameter of nnx."""
+    if x.kind:
+        return bool(x.kind == "Param")
+    return any(x.name == tree or x.name.startswith((f"{tree}[", f"{tree}.")) for tree in trees)
 
 
 def _words(name: str) -> set[str]:
