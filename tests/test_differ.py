@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.training.differ import Differences, is_increment
+from lioncub_jax.training.differ import PICKS, Differences, is_increment, last_operation
 
 AXES = ("pod", "data")
 ALL = (*AXES,)
@@ -192,6 +192,23 @@ def test_workers_who_would_wait_for_ever_are_an_error(name):
         ValueError, match=in_order("cond or a loop whose predicate differs ... wait for ever")
     ):
         given()
+
+
+MADE = {
+    "reduce_max": jnp.max, "argmax": jnp.argmax, "reduce_or": jnp.any,
+    "reduce_min": jnp.min, "argmin": jnp.argmin, "reduce_and": jnp.all,
+    "reduce_sum": jnp.sum,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_operation_that_makes_a_number_is_found_behind_casts_and_in_calls(name):
+    for around in (lambda x: x, lambda x: x.reshape(1).astype(jnp.float16)[0], jax.jit):
+        made = MADE[name]
+        fn = jax.jit(made) if around is jax.jit else lambda x, made=made, by=around: by(made(x))
+        jaxpr = jax.make_jaxpr(fn)(jnp.ones(6)).jaxpr
+        assert last_operation(jaxpr, jaxpr.outvars[0]) == name
+    assert (name in PICKS) == (name != "reduce_sum")
 
 
 GAINS = {

@@ -386,7 +386,7 @@ def test_numbers_are_averaged_or_added_and_rows_are_joined():
         }  # fmt: skip
 
     x = BATCH[0]
-    found = mapped(step, out={"each": "each"})((), x)
+    found = mapped(step, out={"each": "each", "any": "max"})((), x)
     np.testing.assert_allclose(found["mean"]["loss"], x.mean(), rtol=1e-6)
     assert found["count"]["some"] == found["count"]["short"] == (x > 0).sum()
     assert found["mean"]["same"] == 2 and found["count"]["any"] == 0
@@ -431,6 +431,34 @@ OUT = [
         {"out": {"sum": "sum", "count": "sum"}},
         None,
     ),
+    (
+        lambda x: {"most": x.max()},
+        {},
+        "'most'], float32[], is made by reduce_max ... out={'most': 'max'}",
+    ),
+    (lambda x: {"at": jnp.argmin(x[:, 0])}, {}, "'at'], int32[] ... argmin ... out={'at': 'min'}"),
+    (
+        lambda x: {"longest": jax.jit(jnp.max)((9 * x).astype(int))},
+        {},
+        "reduce_max of one worker's rows",
+    ),
+    (
+        lambda x: {"finite": jnp.isfinite(x.sum())},
+        {},
+        "'finite'], bool[], is made by is_finite ... 'min'",
+    ),
+    (
+        lambda x: {"any": (x > 2).any().astype(jnp.float32)},
+        {},
+        "made by reduce_or ... out={'any': 'max'}",
+    ),
+    (
+        lambda x: {"count": len(x)},
+        {},
+        "'count'] is 4 ... workers.count * len(batch) ... {'count': 'sum'}",
+    ),
+    (lambda x: {"count": jnp.int32(len(x))}, {}, "'count'] is 4, the number of one worker's rows"),
+    (lambda x: {"loss": x.mean(), "clipped": jnp.maximum(x.mean(), 0)}, {}, None),
     (lambda x: x.sum(0)[:4], {}, SIZED),  # as many as a worker has rows
     (lambda x: x.sum(0)[:4], {"out": {"result": "mean"}}, None),
     (lambda x: jax.random.fold_in(jax.random.key(0), (x > 0).sum()), {}, "random key that differs"),
@@ -444,6 +472,27 @@ def test_what_no_one_can_know_of_a_result_is_to_be_said(made, options, words):
         return
     with pytest.raises(ValueError, match=in_order(words)):
         mapped(lambda _, x: made(x), **options)((), BATCH[0])
+
+
+def picked(x):
+    return {
+        "most": x.max(), "least": x.min(), "longest": (9 * x).astype(jnp.int32).max(),
+        "finite": jnp.isfinite(x.sum()), "any": (x > 2).any(), "count": len(x), "size": jnp.int32(x.size),
+        "four": 4, "columns": x.max(0),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_the_largest_the_smallest_and_counts_of_all_workers_are_those_of_one_device(sizes):
+    """Of floats, whole numbers, bools and arrays, and of constants, which each worker has alike."""
+    out = dict.fromkeys(("most", "longest", "any", "columns"), "max")
+    out |= {"least": "min", "finite": "min", "count": "sum", "size": "sum", "four": "mean"}
+    run = mapped(lambda _, x: picked(x), WORKERS(sizes, **MESHES[sizes]), out=out)
+    for bad in (BATCH[0], np.where(np.arange(16)[:, None] == 5, np.inf, BATCH[0])):
+        found, wanted = run((), bad), picked(jnp.asarray(bad))
+        assert jax.tree.map(bool, jax.tree.map(lambda x, y: (x == y).all(), found, wanted)) == (
+            dict.fromkeys(wanted, True)
+        )
 
 
 ROWS = [

@@ -579,6 +579,12 @@ def max_over_workers(x: jax.Array, axis: Axes) -> jax.Array:
         return lax.pmax(x, axis)
 
 
+def min_over_workers(x: jax.Array, axis: Axes) -> jax.Array:
+    """The smallest of a number over the workers."""
+    with floats(x):
+        return lax.pmin(x, axis)
+
+
 def agreed(tree: optax.Params, axis: Axes) -> optax.Params:
     """The first worker's leaves, of those with a type that varies over ``axis``; all others as they are."""
 

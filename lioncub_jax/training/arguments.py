@@ -53,6 +53,7 @@ class Role(enum.Enum):
     SUM = "added"
     GAINED = "what it gained on each worker is added"
     LARGEST = "the largest"
+    SMALLEST = "the smallest"
     KEY = "a key, as on one device"
 
 
@@ -271,6 +272,12 @@ class Arguments:
                     "part of the rows of an argument: give what is no row of the batch, such as class "
                     "weights, as another argument, map_step(step, workers, rows=...)"
                 )
+
+    def rows_of_one(self) -> set[int]:
+        """How many rows a worker has of each array, where that is more than one."""
+        count = self.workers.count
+        rows = [x.shape.shape[x.dim] // count for x in self.leaves if x.role is Role.ROWS]
+        return {n for n in rows if n > 1}
 
     def check_batch(self, returned: set[int], keys: set[int]) -> None:
         """Raises where the last argument may not be the batch, because another may be.

@@ -304,6 +304,45 @@ def is_increment(jaxpr: Jaxpr, argument: int, result: int) -> bool:
     return Increments().results(jaxpr, given)[result] == Increments.PLUS
 
 
+# --- What makes a number
+
+_KEEPS = {
+    "convert_element_type",
+    "reshape",
+    "squeeze",
+    "broadcast_in_dim",
+    "copy",
+    "copy_p",
+    "pvary",
+}
+# What picks one of many, and the word of ``out`` that picks one of the workers'.
+PICKS = {
+    "reduce_max": "max", "argmax": "max", "reduce_or": "max",
+    "reduce_min": "min", "argmin": "min", "reduce_and": "min",
+}  # fmt: skip
+
+
+def last_operation(jaxpr: Jaxpr, x: Any) -> str:
+    """The name of the operation that makes an array, in front of casts; "" of arguments and constants."""
+    for eqn in reversed(jaxpr.eqns):
+        if isinstance(x, Literal) or x not in eqn.outvars:
+            continue
+        name, inner = eqn.primitive.name, [*jaxprs_in_params(eqn.params)]
+        if len(inner) == 1 and name not in ("scan", "while"):
+            return last_operation(inner[0], inner[0].outvars[eqn.outvars.index(x)])
+        return last_operation(jaxpr, eqn.invars[0]) if name in _KEEPS else name
+    return ""
+
+
+def constant(closed: ClosedJaxpr, i: int) -> Any:
+    """The value of a result that is a constant, or None."""
+    x = closed.jaxpr.outvars[i]
+    if isinstance(x, Literal):
+        return x.val
+    known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    return known.get(x)
+
+
 # --- Keys
 
 

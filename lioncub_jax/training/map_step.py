@@ -41,7 +41,7 @@ from lioncub_jax.training.arguments import (
 )
 from lioncub_jax.training.loss import in_worker
 from lioncub_jax.training.own import prepared
-from lioncub_jax.training.results import Outside, Results
+from lioncub_jax.training.results import SAID, Outside, Results
 
 
 def map_step(
@@ -71,7 +71,8 @@ def map_step(
         rows, ``{"batches": 1}``. By default the last argument, if the step returns or updates all others
         that have arrays; and what lies over the workers.
       averaged: names in the paths of floating state that is averaged, besides ``nnx.BatchStat``.
-      out: other results by a name in their path: ``"rows"``, ``"mean"``, ``"sum"``, or ``"each"``.
+      out: other results by a name in their path: ``"rows"``, ``"mean"``, ``"sum"``, ``"max"``, ``"min"``,
+        or ``"each"``.
       donate: arguments whose memory the step takes over.
       local_steps: 1; see `make_train_step`.
 
@@ -110,9 +111,9 @@ def map_step(
             "local=...)"
         )
     out = dict(out or {})
-    if unknown := [x for x in out.values() if x not in ("rows", "mean", "sum", "each")]:
+    if unknown := [x for x in out.values() if x not in SAID]:
         raise ValueError(
-            f"out has {unknown[0]!r}: give 'rows', 'mean', 'sum' or 'each' of each name"
+            f"out has {unknown[0]!r}: give 'rows', 'mean', 'sum', 'max', 'min' or 'each' of each name"
         )
     return MappedStep(step, workers, Rows(rows), tuple(averaged), out, donate)
 

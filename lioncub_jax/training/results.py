@@ -14,7 +14,7 @@ from lioncub_jax.exchange import wires
 from lioncub_jax.exchange.bits import common_dtype
 from lioncub_jax.mesh.axes import all_finite
 from lioncub_jax.mesh.hosts import is_key
-from lioncub_jax.training import graphs
+from lioncub_jax.training import differ, graphs
 from lioncub_jax.training.arguments import Arguments, Own, Role, as_static, is_array, opened
 from lioncub_jax.training.differ import Classes, Differences, is_increment
 from lioncub_jax.training.worker import as_count
@@ -23,7 +23,10 @@ _LOOKS = (
     "What only looks like it, as returned gradients do, is said by a name in the result: map_step(..., "
     "out={'grads': 'mean'})"
 )
-_SAID = {"rows": Role.ROWS, "mean": Role.MEAN, "sum": Role.SUM, "each": Role.OWN}
+SAID = {
+    "rows": Role.ROWS, "mean": Role.MEAN, "sum": Role.SUM, "max": Role.LARGEST, "min": Role.SMALLEST,
+    "each": Role.OWN,
+}  # fmt: skip
 
 
 class Result(NamedTuple):
@@ -175,6 +178,7 @@ class _Matching:
         What a user has named in ``out`` goes on from nothing, even if it looks so, as gradients do.
         """
         found: dict[Any, Any] = {}
+        self._said = said
         for path, node in sorted(_parts(out), key=lambda part: -len(jax.tree.leaves(part[1]))):
             inside = any(path[:i] in found for i in range(len(path)))
             is_said = _words(jax.tree_util.keystr(path) or "result").intersection(said)
@@ -204,10 +208,15 @@ class _Matching:
         if isinstance(node, Own):
             return jax.tree.map(lambda x: self._add(x, Result(name, kind="own")), node.value)
         if jax.tree_util.all_leaves([node]):
-            return self._add(node, Result(name)) if is_array(node) else _Fixed(node)
+            is_number = is_array(node) or (type(node) is int and self._may_be_count(node, name))
+            return self._add(node, Result(name)) if is_number else _Fixed(node)
         tree: Any
         parts, tree = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
         return tree.unflatten([self._filled(x, (*path, *rest), found) for rest, x in parts])
+
+    def _may_be_count(self, number: int, name: str) -> bool:
+        """True for a number of Python that is that of a worker's rows, or of which the user says more."""
+        return number in self._arguments.rows_of_one() or bool(_words(name) & {*self._said})
 
     def _slot(self, x: Any, at: Any) -> Any:
         if not self._slots.has(at):
@@ -261,7 +270,7 @@ class Outside:
         if result.kind == "MetricState" and leaf is not None:
             return self._metric_state(i, result, over)
         if not over:
-            return Role.SAME
+            return self._of_constant(i, result)
         if i in self._program.chains:
             return Role.KEY
         is_float = not is_key(x) and jnp.issubdtype(x.dtype, jnp.inexact)
@@ -278,8 +287,9 @@ class Outside:
                 f"{result.name} is a random key that differs between workers: return it as state"
             )
         if said := _words(result.name) & {*self._out}:
-            return _SAID[self._out[said.pop()]]
+            return SAID[self._out[said.pop()]]
         if not x.ndim:
+            self._check_number(i, result, x)
             return Role.MEAN if is_float else Role.SUM
         if self._program.grown[i]:
             return Role.ROWS
@@ -289,6 +299,34 @@ class Outside:
             f"norm or mean; or say what it is, map_step(..., out={{{_last_word(result.name)!r}: ...}}), "
             '"rows" to join them, "each" for [workers, ...], "mean" or "sum"'
         )
+
+    def _of_constant(self, i: int, result: Result) -> Role:
+        """What is the same for all stays, but a constant that ``out`` adds, such as a number of rows."""
+        value = differ.constant(self._program.closed, i)
+        is_whole = value is not None and jnp.issubdtype(jnp.result_type(value), jnp.integer)
+        if result.before is not None or result.kind or not is_whole or jnp.ndim(value):
+            return Role.SAME
+        said = [self._out[word] for word in _words(result.name) & {*self._out}]
+        if not said and int(value) in self._program.arguments.rows_of_one():
+            raise ValueError(
+                f"{result.name} is {int(value)}, the number of one worker's rows, as of len(batch): return "
+                f"workers.count * len(batch), or say that it is added, map_step(..., "
+                f"out={{{_last_word(result.name)!r}: 'sum'}}); 'mean' keeps a number that only looks so"
+            )
+        return Role.SUM if said == ["sum"] else Role.SAME
+
+    def _check_number(self, i: int, result: Result, x: Any) -> None:
+        """Raises for a number that picks one of a worker's, of which there is no mean and no sum."""
+        jaxpr = self._program.closed.jaxpr
+        name = differ.last_operation(jaxpr, jaxpr.outvars[i])
+        if name in differ.PICKS or x.dtype == bool:
+            raise ValueError(
+                f"{result.name}, {x.dtype}[], is made by {name} of one worker's rows, and is neither "
+                "averaged nor added: say what it is of all workers, map_step(..., "
+                f"out={{{_last_word(result.name)!r}: {differ.PICKS.get(name, 'min')!r}}}); 'max' is the "
+                "largest, or true on any, 'min' the smallest, or true on all, 'each' gives [workers], and "
+                "'mean' and 'sum' are allowed too"
+            )
 
     def _metric_state(self, i: int, result: Result, over: Sequence[str]) -> Role:
         """What a metric of nnx has gained on each worker is added, also where that is the same."""
@@ -439,12 +477,22 @@ class Outside:
             results[i] = old[i] + wires.sum_over_workers(results[i] - old[i], axes)
         for i in by[Role.SUM]:
             over = tuple([n for n in axes if n in self._over(i)])
-            results[i] = wires.sum_over_workers(as_count(results[i]), over)
+            count = as_count(results[i])  # a constant is the same for all
+            results[i] = (
+                wires.sum_over_workers(count, over) if over else self._workers.count * count
+            )
         for i in by[Role.LARGEST]:
-            results[i] = wires.max_over_workers(results[i], axes)
+            results[i] = _picked(wires.max_over_workers, results[i], axes)
+        for i in by[Role.SMALLEST]:
+            results[i] = _picked(wires.min_over_workers, results[i], axes)
         for i in by[Role.OWN]:
             results[i] = results[i][None]
         return results
+
+
+def _picked(pick: Callable[..., jax.Array], x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The largest or smallest over the workers, also of bools, which are numbers on the way."""
+    return pick(x.astype(jnp.int32), axes).astype(bool) if x.dtype == bool else pick(x, axes)
 
 
 def _is_parameter(x: Any, trees: Collection[str]) -> bool:
