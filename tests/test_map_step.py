@@ -594,6 +594,37 @@ def test_a_step_runs_in_jit_around_jit_and_in_scan_and_compiles_once():
     assert_same(found, wanted, atol=1e-7)
 
 
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit])
+def test_steps_in_a_scan_are_no_rows_and_an_error_names_the_dimension_that_has_them(around):
+    tx = owner(WORKERS())
+
+    def steps(state, batches):
+        state, metrics = around(lambda s, b: lax.scan(step_of(tx), s, b))(state, batches)
+        return state, metrics["loss"].mean()
+
+    state, many = (fresh(), tx.init(fresh())), jax.tree.map(lambda x: np.stack([x] * 4), BATCH)
+    words = "batches[0] has shape (4, 16, 6) ... would take other steps ... rows={'batches': 1}"
+    for rows in (None, "batches"):
+        with pytest.raises(ValueError, match=in_order(words)):
+            mapped(steps, rows=rows)(state, many)
+    found, _ = mapped(steps, rows={"batches": 1})(state, many)
+    assert found[1][0].count == 4
+
+
+def test_a_scan_over_the_rows_of_one_exchange_runs():
+    """Gradients that are added up in a scan, and exchanged once."""
+    tx = owner(WORKERS())
+
+    def step(state, batch):
+        params, opt_state = state
+        one = lambda total, b: (optax.tree.add(total, jax.grad(loss_fn)(params, b)), None)  # noqa: E731
+        grads, _ = lax.scan(one, optax.tree.zeros_like(params), batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    mapped(step)((fresh(), tx.init(fresh())), BATCH)
+
+
 def test_what_was_read_is_what_runs_also_where_jax_has_dropped_the_trace():
     traces = []
 

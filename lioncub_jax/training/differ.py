@@ -190,7 +190,7 @@ class Differences(Walk):
     def plain(self, eqn: JaxprEqn, given: list[Classes]) -> Classes:
         """The classes of an operation's results."""
         name, operands = eqn.primitive.name, self.join(*given)
-        if name == "name" and str(eqn.params["name"]).startswith(GRADIENT):
+        if _is_gradient(eqn):
             _, number, path = eqn.params["name"].split(" ", 2)
             self._gradients[id(eqn)] = number, path, operands
             self.shapes[path] = eqn.outvars[0].aval.shape  # type: ignore[attr-defined]
@@ -341,6 +341,45 @@ def constant(closed: ClosedJaxpr, i: int) -> Any:
         return x.val
     known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     return known.get(x)
+
+
+# --- Loops
+
+
+def scanned(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[int]:
+    """Places of arguments over which a scan runs that has an exchange in it.
+
+    Args:
+      jaxpr: of the step.
+      wanted: for each argument whether it is looked for.
+    """
+    found: set[int] = set()
+
+    def visit(jaxpr: Jaxpr, origin: dict[Any, int]) -> None:
+        for eqn in jaxpr.eqns:
+            name, inner = eqn.primitive.name, [*jaxprs_in_params(eqn.params)]
+            places = [None if isinstance(x, Literal) else origin.get(x) for x in eqn.invars]
+            if (
+                name in ("convert_element_type", "copy", "copy_p", "pvary")
+                and places[0] is not None
+            ):
+                origin[eqn.outvars[0]] = places[0]
+            if len(inner) != 1 or len(inner[0].invars) != len(places):
+                continue
+            pairs = [*zip(eqn.invars, inner[0].invars, places, strict=True)]
+            same = [
+                (x, i) for out, x, i in pairs if i is not None and out.aval.shape == x.aval.shape
+            ]
+            if name == "scan" and any(map(_is_gradient, _equations(inner))):
+                found.update({i for _, _, i in pairs if i is not None} - {i for _, i in same})
+            visit(inner[0], dict(same))
+
+    visit(jaxpr, {x: i for i, x in enumerate(jaxpr.invars) if wanted[i]})
+    return found
+
+
+def _is_gradient(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "name" and str(eqn.params["name"]).startswith(GRADIENT)
 
 
 # --- Keys

@@ -302,7 +302,21 @@ class Program:
         self.keys = typed_keys(self.arguments.leaves)
         self.keys |= differ.keys_among(self.closed.jaxpr, raw_keys(self.arguments.leaves))
         self.arguments.check_batch(self.results.returned(), self.keys)
+        self._check_scans()
         self._read(shapes)
+
+    def _check_scans(self) -> None:
+        """Raises for rows along the dimension over which a scan with an exchange in it runs, its steps."""
+        leaves = self.arguments.leaves
+        first = [x.role is Role.ROWS and x.dim == 0 for x in leaves]
+        for i in differ.scanned(self.closed.jaxpr, first):
+            leaf, name = leaves[i], self.arguments.names[leaves[i].argument]
+            raise ValueError(
+                f"{leaf.name} has shape {leaf.shape.shape}, of which the first dimension is cut into the "
+                "rows of the workers, and a scan with the exchange in it runs over it, so each worker "
+                "would take other steps. Name the dimension of the rows behind that of the steps: "
+                f"map_step(step, workers, rows={{{name!r}: 1}})"
+            )
 
     def _check_whole_batch(self) -> None:
         """Raises, where the step cannot be traced, if it can with the whole batch: then rows= cures it."""
