@@ -306,15 +306,8 @@ def is_increment(jaxpr: Jaxpr, argument: int, result: int) -> bool:
 
 # --- What makes a number
 
-_KEEPS = {
-    "convert_element_type",
-    "reshape",
-    "squeeze",
-    "broadcast_in_dim",
-    "copy",
-    "copy_p",
-    "pvary",
-}
+_SHAPE_STAYS = {"convert_element_type", "copy", "copy_p", "pvary"}
+_KEEPS = {*_SHAPE_STAYS, "reshape", "squeeze", "broadcast_in_dim"}
 # What picks one of many, and the word of ``out`` that picks one of the workers'.
 PICKS = {
     "reduce_max": "max", "argmax": "max", "reduce_or": "max",
@@ -359,20 +352,18 @@ def scanned(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[int]:
         for eqn in jaxpr.eqns:
             name, inner = eqn.primitive.name, [*jaxprs_in_params(eqn.params)]
             places = [None if isinstance(x, Literal) else origin.get(x) for x in eqn.invars]
-            if (
-                name in ("convert_element_type", "copy", "copy_p", "pvary")
-                and places[0] is not None
-            ):
+            if name in _SHAPE_STAYS and places[0] is not None:
                 origin[eqn.outvars[0]] = places[0]
             if len(inner) != 1 or len(inner[0].invars) != len(places):
                 continue
-            pairs = [*zip(eqn.invars, inner[0].invars, places, strict=True)]
-            same = [
-                (x, i) for out, x, i in pairs if i is not None and out.aval.shape == x.aval.shape
-            ]
-            if name == "scan" and any(map(_is_gradient, _equations(inner))):
-                found.update({i for _, _, i in pairs if i is not None} - {i for _, i in same})
-            visit(inner[0], dict(same))
+            has_exchange = name == "scan" and any(map(_is_gradient, _equations(inner)))
+            whole: dict[Any, int] = {}
+            for outside, x, i in zip(eqn.invars, inner[0].invars, places, strict=True):
+                if i is not None and _equal_ranks([outside], [x]):
+                    whole[x] = i
+                elif i is not None and has_exchange:
+                    found.add(i)
+            visit(inner[0], whole)
 
     visit(jaxpr, {x: i for i, x in enumerate(jaxpr.invars) if wanted[i]})
     return found
