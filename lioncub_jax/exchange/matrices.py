@@ -284,7 +284,7 @@ def deals(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax.exchange import dealing
+      >>> from lioncub_jax.exchange import matrices
       >>> leaves = [jnp.zeros((3, 128, 256)), jnp.zeros((128, 128)), jnp.zeros(129)]
       >>> numbers = [MuonDimensionNumbers(1, 2), MuonDimensionNumbers(), None]
       >>> found = matrices.matrices_of(numbers, leaves)
