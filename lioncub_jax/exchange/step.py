@@ -163,7 +163,8 @@ def step(
         each, whole = encode(codec, plan, bucket, own_starts, inputs[-1])
         coded.append(each)
         joined.append(whole)
-    participates = participation(plan, joined, coded, abstain)
+    waits = plan.for_tpu or any(x is not None for x in state.mu)
+    participates = participation(plan, joined, coded if waits else (), abstain)
 
     updates: dict[int, jax.Array] = {}
     mu: dict[int, jax.Array] = {}
@@ -402,27 +403,25 @@ def sums_of_leaves(x: jax.Array, piece: Piece) -> jax.Array:
 
 
 def participation(
-    plan: Plan, joined: Sequence[BucketCodes], coded: Sequence[Sequence[Coded]],
+    plan: Plan, joined: Sequence[BucketCodes], behind: Sequence[Sequence[Coded]],
     abstain: jax.Array | None,
 ) -> list[jax.Array]:  # fmt: skip
     """``bool[]`` for each bucket: all values are finite on all devices of the worker, and not ``abstain``.
 
     One flag for all buckets; or one for each, since a common flag would make the first bucket wait for the
-    last gradient.
+    last gradient. A flag waits for the codes ``behind`` which it is, those of each bucket's pieces, so that
+    momentum can be overwritten in place. What is not known of rows is known of planes.
     """
 
-    def participates(joined: Sequence[BucketCodes], coded: Sequence[Sequence[Coded]]) -> jax.Array:
+    def participates(joined: Sequence[BucketCodes], behind: Sequence[Sequence[Coded]]) -> jax.Array:
         abstains = jnp.zeros((), bool) if abstain is None else abstain
-        # Behind the codes, so that momentum can be overwritten in place; what is not known of rows is known
-        # of planes.
-        words = [x.planes[0][0] for each in coded for x in each if x.by_row]
+        words = [x.planes[0][0] for each in behind for x in each if x.by_row]
         flags = [*[x.finite for x in joined], ~abstains]
         return ~axes.any_over_shards(~xla.all_delayed_by(flags, words), plan.axis)
 
     if plan.abstains_per_bucket:
-        pairs = zip(joined, coded, strict=True)
-        return [participates([whole], [each]) for whole, each in pairs]
-    return [participates(joined, coded)] * len(joined)
+        return [participates([x], behind[k : k + 1]) for k, x in enumerate(joined)]
+    return [participates(joined, behind)] * len(joined)
 
 
 # --- Decide

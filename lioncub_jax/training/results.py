@@ -421,11 +421,16 @@ class Outside:
         return f"A statistic is averaged, in each step, by averaged=({name!r},); or it is made of {cause}"
 
     def _trees(self) -> set[str]:
-        """The names of trees of arguments that have the gradients' paths and shapes: parameters."""
+        """The names of trees of arguments that have the gradients' paths and shapes: parameters.
+
+        Trees that lie deeper are copies, which a loop around an optimizer keeps in its state.
+        """
         shapes = {x.name: x.shape.shape for x in self._leaves}
         wanted = self._differences.shapes
         starts = {n.removesuffix(p) for p in wanted for n in shapes if n.endswith(p)}
-        return {s for s in starts if all(shapes.get(s + p) == x for p, x in wanted.items())}
+        found = {s for s in starts if all(shapes.get(s + p) == x for p, x in wanted.items())}
+        least = min(map(_depth, found), default=0)
+        return {s for s in found if _depth(s) == least}
 
     def specs(self) -> list[P]:
         """How each result lies on the mesh."""
@@ -500,6 +505,11 @@ def _is_parameter(x: Any, trees: Collection[str]) -> bool:
     if x.kind:
         return bool(x.kind == "Param")
     return any(x.name == tree or x.name.startswith((f"{tree}[", f"{tree}.")) for tree in trees)
+
+
+def _depth(name: str) -> int:
+    """The number of keys, attributes and indices in a name."""
+    return len(re.findall(r"\w+", name))
 
 
 def _words(name: str) -> set[str]:
