@@ -119,6 +119,13 @@ METHODS: dict[str, tuple[Callable[..., Any], float]] = {
     "owner_muon but kernels": (functools.partial(owner_muon, kernels=False), 2e-2),
 }
 
+# The transformer has no kernels but that of its patches.
+PAIRS = [
+    (model, method)
+    for model, method in itertools.product(MODELS, METHODS)
+    if not (model == "ViT" and "kernels" in method)
+]
+
 
 @functools.cache
 def digits() -> tuple[np.ndarray, np.ndarray]:
@@ -172,11 +179,11 @@ class Program:
 def documented(document: str, rows: report.Rows) -> str:
     """The document with losses and accuracies of the best rate of each method."""
     lines = []
-    for model, method in itertools.product(MODELS, METHODS):
+    for model, method in PAIRS:
         runs: dict[float, report.Rows] = {}
         for row in report.rows_of(rows, model=model, method=method):
             runs.setdefault(row["rate"], []).append(row)
-        if not runs or (model == "ViT" and "kernels" in method):
+        if not runs:
             continue
         rate = min(runs, key=lambda rate: statistics.mean(row["loss"] for row in runs[rate]))
         cells = []
@@ -193,9 +200,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", WORKERS)
     args = report.parser(__doc__, ROWS).parse_args()
     done = {(x["model"], x["method"], x["rate"], x["seed"]) for x in report.read(args.save)}
-    for model, method in itertools.product(MODELS, METHODS):
-        if model == "ViT" and "kernels" in method:  # it has none but that of its patches
-            continue
+    for model, method in PAIRS:
         program = Program(model, method)
         for factor, seed in itertools.product(FACTORS, range(SEEDS)):
             rate = METHODS[method][1] * factor

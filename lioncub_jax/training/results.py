@@ -302,9 +302,11 @@ class Outside:
 
     def _of_constant(self, i: int, result: Result) -> Role:
         """What is the same for all stays, but a constant that ``out`` adds, such as a number of rows."""
+        if result.before is not None or result.kind:
+            return Role.SAME
         value = differ.constant(self._program.closed, i)
         is_whole = value is not None and jnp.issubdtype(jnp.result_type(value), jnp.integer)
-        if result.before is not None or result.kind or not is_whole or jnp.ndim(value):
+        if not is_whole or jnp.ndim(value):
             return Role.SAME
         said = [self._out[word] for word in _words(result.name) & {*self._out}]
         if not said and int(value) in self._program.arguments.rows_of_one():
