@@ -6,28 +6,27 @@ python benchmarks/trainer_child.py examples/large/flax_nnx.py
 import json
 import runpy
 import sys
+from typing import Any
 
 import jax
 
-from lioncub_jax.audit import watch
-from lioncub_jax.exchange import compilations
+from lioncub_jax.programs import watch
+from lioncub_jax.programs.compilations import compiled_programs, texts_of
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def main(file: str) -> None:
-    seconds, programs = list[float](), list[dict[str, object]]()
+    seconds, programs, known = list[float](), list[dict[str, object]](), set[Any]()
 
-    def count(event: str, duration: float, **_: object) -> None:
+    def read(event: str, duration: float, **_: object) -> None:
         if event == COMPILED:
             seconds.append(duration)
+            new = compiled_programs() - known
+            known.update(new)
+            programs.extend(filter(None, map(about, texts_of(new))))
 
-    def read(name: str, texts: list[str], votes: bool) -> None:
-        watch.look(name, texts, votes)  # it raises for an array of floats between workers
-        programs.extend(filter(None, map(about, texts)))
-
-    jax.monitoring.register_event_duration_secs_listener(count)
-    compilations.set_reader(read)
+    jax.monitoring.register_event_duration_secs_listener(read)
     runpy.run_path(file, run_name="__main__")
     # Where a step is compiled twice, as for a state that is not on the mesh yet, the last is what goes on.
     print(json.dumps({"compile": sum(seconds), "program": programs[-1] if programs else None}))

@@ -17,8 +17,7 @@ if jax.__version_info__ < (0, 10, 2):  # as pyproject.toml says, which a --no-de
     )
 
 from lioncub_jax import audit, mesh, training
-from lioncub_jax.audit import watch
-from lioncub_jax.exchange import compilations, decide, momentum, quantize, sync, wires
+from lioncub_jax.exchange import decide, momentum, quantize, sync, wires
 from lioncub_jax.exchange.sync import sync_momentum
 from lioncub_jax.exchange.transform import communicate
 from lioncub_jax.mesh import Workers
@@ -80,9 +79,6 @@ __all__ = [
     "wires",
 ]
 
-# Reads each program that votes once XLA has compiled it; an error there ends the compilation.
-compilations.set_reader(watch.look)
-
 # Loaded on first use (PEP 562).
 _NAMESPACES = {"baselines", "checkpoint"}
 _FROM = {"Checkpoints": "checkpoint", "stop_on_sigterm": "checkpoint"}
@@ -96,8 +92,7 @@ def __getattr__(name: str) -> Any:
     if name in training.GONE:
         return getattr(training, name)  # raises, and says what to write
     for module in (quantize, wires, decide, momentum, sync, mesh, training, audit):
-        found = getattr(module, name, None)
-        if str(getattr(found, "__module__", "")).startswith(module.__name__):
+        if name in module.__all__:
             public = module.__name__.replace("exchange.", "")
             raise AttributeError(f"{__name__} has no {name}: it is {public}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

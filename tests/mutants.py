@@ -325,16 +325,16 @@ MUTANTS = r"""
 - sums[:, 1] != sums[0, 1]
 + sums[:, 0] != sums[0, 0]
 
-# exchange/compilations.py: watch
+# programs/compilations.py: watch
 = programs of the default backend alone are read
 - in backend.backends().values()
 + in [jax.devices()[0].client]
 
 = what was compiled before is read again, though it was allowed
-- _programs() - _before.pop(threading.get_ident())
-+ _programs()
+- compiled_programs() - _before.pop(threading.get_ident())
++ compiled_programs()
 
-# audit/watch.py: watch
+# programs/watch.py: watch
 = what travels inside a worker is told to travel between workers
 - one.axes is None or bool(set(one.axes) & set(axes))
 + True
@@ -674,7 +674,7 @@ MUTANTS = r"""
 - nesterov=True
 + nesterov=False
 
-# audit/compiled.py: compiled
+# programs/compiled.py: compiled
 = an all-gather counts a worker's message to itself
 - float((g - 1) * n)
 + float(g * n)
@@ -683,7 +683,7 @@ MUTANTS = r"""
 - times=run.times * turns
 + times=turns
 
-# audit/replica_groups.py: compiled
+# programs/replica_groups.py: compiled
 = a permute without pairs joins all devices
 -     if pairs and ", source_target_pairs={}" in text:
 +     if False:
@@ -712,7 +712,7 @@ MUTANTS = r"""
 - jnp.where(upper > most >> half, most, total)
 + total
 
-# audit/compiled.py: compiled
+# programs/compiled.py: compiled
 = short floats in words are whole numbers
 - if len(short) != 1 or any
 + if short or any
@@ -839,7 +839,7 @@ MUTANTS = r"""
 - args.rates or [link.bandwidth]
 + [link.bandwidth]
 
-# audit/units.py: cli planner
+# programs/units.py: cli planner
 = bytes per second are read as bits
 - ("byte", 8)
 + ("byte", 1)

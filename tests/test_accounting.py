@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from pages import ROOT
 
 import lioncub_jax as lc
-from lioncub_jax.audit import units
+from lioncub_jax.programs import units
 
 AT_OWNER = {"decision": lc.decide.at_owner(optax.scale_by_lion(), lc.decide.sign())}
 Q, D, WIRES = lc.quantize, lc.decide, lc.wires

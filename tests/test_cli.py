@@ -17,6 +17,7 @@ from conftest import absent
 from pages import ROOT
 
 import lioncub_jax as lc
+from lioncub_jax.programs import units
 from lioncub_jax.tools import cli
 from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools.plan import picture
@@ -219,7 +220,7 @@ def test_bytes_are_those_of_the_accounting(said):
     predicted = lc.audit.of(
         lc.lion_cub(1.0, workers="data"), [jax.ShapeDtypeStruct((130, 65), "float32")], absent(4)
     )
-    sent = lc.audit.units.bytes_text(predicted.sent_bytes)
+    sent = units.bytes_text(predicted.sent_bytes)
     assert f"A device sends {sent} between the workers of 'data' in a step" in text
     assert "all-" not in said("bytes models:alone")
 

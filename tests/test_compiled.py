@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from lioncub_jax.audit.compiled import Collective, Operand, collectives, sent_bytes, table
+from lioncub_jax.programs.compiled import Collective, Operand, collectives, sent_bytes, table
 
 BLOCK = Operand("f32", (8, 8))  # what each of 8 devices holds of f32[64, 8]: 256 bytes
 DATA = AbstractMesh((8,), ("data",))

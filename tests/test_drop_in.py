@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from pages import ROOT, applied
 from test_pages import WORLD
 
-from lioncub_jax.audit.compiled import collectives
+from lioncub_jax.programs.compiled import collectives
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # before anything imports keras
 TRAINERS = ROOT / "examples" / "trainers"

@@ -20,11 +20,12 @@ import lioncub_jax as lc
 PACKAGE = ROOT / "lioncub_jax"
 
 # A part is a file at the root of the package or a folder. It may import those named here.
-CORE = {"mesh", "exchange", "optimizers"}
+CORE = {"mesh", "programs", "exchange", "optimizers"}
 MAY_IMPORT = {
     "version": set(),
+    "programs": set(),
     "mesh": {"version"},
-    "exchange": {"mesh"},
+    "exchange": {"mesh", "programs"},
     "optimizers": {"mesh", "exchange"},
     "training": CORE,
     "checkpoint": CORE,
@@ -71,7 +72,7 @@ def imported(tree):
 
 
 def our_imports(module):
-    """The modules of ours that names such as ``lioncub_jax.audit.compiled.collectives`` are in."""
+    """The modules of ours that names such as ``lioncub_jax.programs.compiled.collectives`` are in."""
     for name in imported(tree_of(module)):
         first, *rest = name.split(".")
         if first == PACKAGE.name:
@@ -214,6 +215,30 @@ def test_plans_and_predictions_ask_no_device(stages):
     tree = {"w": jax.ShapeDtypeStruct((1000, 30), "float32")}
     assert votes == lc.audit.of(lc.lion_cub(1.0, workers=AXIS), tree, absent(8)).sent_bytes
     assert stages["plan"] == "a mean hides"
+
+
+LISTENERS = """
+import jax
+
+registered = []
+for name in dir(jax.monitoring):
+    if name.startswith("register_"):
+        setattr(jax.monitoring, name, registered.append)
+
+import lioncub_jax as lc
+
+told = [len(registered)]
+lion = {"learning_rate": 1e-3, "workers": "data"}
+for make, how in ((lc.wires.two_phase, {}), (lc.lion_cub, lion), (lc.owner_lion, lion)):
+    make(**how)
+    told.append(len(registered))
+print(told)
+"""
+
+
+def test_no_import_registers_a_listener_but_the_first_transform_that_communicates():
+    done = run_python("-c", LISTENERS)
+    assert done.stdout.strip() == "[0, 0, 2, 2]", done.stderr
 
 
 # --- What is public

@@ -26,9 +26,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.audit.compiled import collectives
 from lioncub_jax.exchange import layout, xla
 from lioncub_jax.exchange.checks import component
+from lioncub_jax.programs.compiled import collectives
 
 # Options under which nothing is rounded if gradients are small whole numbers, and at most the sum of
 # exact products otherwise. So it does not matter whether XLA contracts a multiplication and an addition

@@ -18,7 +18,7 @@ from goal import answer, published
 from rich.console import Console
 
 import lioncub_jax as lc
-from lioncub_jax.audit import units
+from lioncub_jax.programs import units
 from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools.plan import (
     CLUSTERS,

@@ -20,7 +20,7 @@ from jaxlib import xla_client
 from test_chains import PARAMS, loss
 
 import lioncub_jax as lc
-from lioncub_jax.exchange import compilations
+from lioncub_jax.programs import compilations
 
 BATCH = normal(64, 64)
 
@@ -132,8 +132,8 @@ def test_a_program_that_votes_is_known_where_its_trace_was_kept_and_no_other_is_
 ):
     step, args, _ = step_of(mesh)
     three, four = jnp.ones(3), jnp.ones(4)
-    asked, listed = [], compilations._programs
-    monkeypatch.setattr(compilations, "_programs", lambda: asked.append(1) or listed())
+    asked, listed = [], compilations.compiled_programs
+    monkeypatch.setattr(compilations, "compiled_programs", lambda: asked.append(1) or listed())
 
     def no_vote(x):
         """A name that votes in no other test: programs are known by their names."""

@@ -4,7 +4,7 @@ import math
 import re
 from typing import NamedTuple
 
-from lioncub_jax.audit.compiled import Instruction, Operand, computations_of, instruction
+from lioncub_jax.programs.compiled import Instruction, Operand, computations_of, instruction
 
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _OPERAND = re.compile(r"%([\w.\-]+)")

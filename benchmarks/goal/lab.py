@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import lab
 
 from goal.contenders import CONTENDERS, Contender
-from lioncub_jax.audit import units
+from lioncub_jax.programs import units
 
 UNSHAPED = "unshaped"
 RATES = (UNSHAPED, "1gbit", "100mbit")

@@ -26,7 +26,7 @@ from goal.contenders import CODED, CONTENDERS, FULL, OURS, WARMUP, Hyper, conten
 from goal.evidence import BASELINES, RANKED
 from goal.lab import NOTHING, TORCH, UNSHAPED, WORKERS
 from goal.model import STEPS
-from lioncub_jax.audit import units
+from lioncub_jax.programs import units
 from lioncub_jax.tools import cli
 from lioncub_jax.tools import plan as planner
 

@@ -15,7 +15,7 @@ from typing import Any
 import report
 from report import Rows
 
-from lioncub_jax.audit import units
+from lioncub_jax.programs import units
 from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools.plan.model import SHARES, Row
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from lab import network
-from lioncub_jax.audit import units
+from lioncub_jax.programs import units
 
 DESCRIPTION = """\
 Starts a command once for each worker on this machine, each in a Linux network

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from rich.console import Console
 
-import lioncub_jax as lc
 from gpt.meshes import Layout
 from gpt.training import Row, Run
+from lioncub_jax.programs.compiled import table
 
 METRICS = "metrics.jsonl"
 
@@ -76,7 +76,7 @@ def introduce(console: Console, run: Run) -> None:
         f"{parameters:,} parameters; what the compiled step sends:",
         soft_wrap=True,
     )
-    console.print(lc.audit.compiled.table(run.collectives))
+    console.print(table(run.collectives))
 
 
 def show(console: Console, row: Row, steps: int) -> None:

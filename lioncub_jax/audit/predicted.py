@@ -14,7 +14,6 @@ import optax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.audit.compiled import Collective, Operand
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.checks import check_kinds, refused_functions
 from lioncub_jax.exchange.layout import Flat
@@ -23,6 +22,7 @@ from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.placement import Workers, check_workers
 from lioncub_jax.mesh.specs import Specs, axes_of, product, shard_shape, stacked
+from lioncub_jax.programs.compiled import Collective, Operand
 from lioncub_jax.training.differ import Differences, named_axes
 from lioncub_jax.training.modules import check_split
 

@@ -53,6 +53,7 @@ from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers, worker_axes
 from lioncub_jax.mesh.specs import StateSpecs, specs_in_step
 from lioncub_jax.optimizers import Mask, descending, owner
+from lioncub_jax.programs import scopes
 
 _NEVER = 2**31 - 1
 _wide = partial(optax.tree.cast, dtype=jnp.float32)
@@ -246,7 +247,7 @@ def zero_one_adam(
         # A branch for each, with collectives of its own; all workers take the same one, as they count
         # the same steps.
         branches = partial(step, in_floats), partial(step, in_codes)
-        with wires.by_count():
+        with scopes.by_count():
             some, state = jax.lax.cond(is_full, *branches, _wide(grads), state)
         with jax.numpy_dtype_promotion("standard"):  # optax takes a number to the power of a count
             mu = optax.tree.bias_correction(state.mu, b1, jnp.maximum(state.count, 1))

@@ -22,11 +22,12 @@ import optax
 from jax.extend.core import Jaxpr, Var, jaxprs_in_params
 from jax.typing import DTypeLike
 
-from lioncub_jax.exchange import compilations, wires
+from lioncub_jax.exchange import wires
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.mesh.checksum import checksum
 from lioncub_jax.mesh.placement import check_arrays
+from lioncub_jax.programs import compilations
 
 Component = TypeVar("Component")
 

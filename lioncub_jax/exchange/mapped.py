@@ -25,13 +25,14 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange import checks, compilations
+from lioncub_jax.exchange import checks
 from lioncub_jax.exchange.layout import register_with_flax
 from lioncub_jax.mesh import axes, boxes, hosts
 from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.mesh.boxes import find_nodes
 from lioncub_jax.mesh.placement import Static, Workers
 from lioncub_jax.mesh.specs import Specs, StateSpecs, by_type, spec_of
+from lioncub_jax.programs import compilations
 
 
 class Holder(enum.StrEnum):

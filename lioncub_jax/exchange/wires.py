@@ -16,14 +16,13 @@ message, and the chunk's owner sends a reply; both are words of 32 bits:
 Row j of a packed message, ``uint32[chunks, words]``, goes to the owner of chunk j. What arrives is bounded:
 a worker may send any words, and has one vote.
 
-In the order of the file: names in a program, by which `audit.watch` finds what is sent; messages and
-replies; wires; and the collectives in full precision, which are means and sums over the workers, and the
-gradients' and replies' way inside a group of devices. Sums over the shards of a leaf are in `mesh.axes`.
+In the order of the file: messages and replies; wires; and the collectives in full precision, which are
+means and sums over the workers, and the gradients' and replies' way inside a group of devices. Sums over
+the shards of a leaf are in `mesh.axes`. Names by which `programs.watch` finds what is sent are those of
+`programs.scopes`.
 """
 
-import contextlib
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,39 +35,12 @@ from jax.typing import DTypeLike
 
 from lioncub_jax.exchange import bits, layout
 from lioncub_jax.exchange.bits import ROW, WORDS_PER_ROW, common_dtype, halves, of_halves
-from lioncub_jax.exchange.compilations import mark_vote
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
+from lioncub_jax.programs.compilations import mark_vote
+from lioncub_jax.programs.scopes import floats, vote
 
 __all__ = ["Format", "Wire", "all_reduce", "counts", "gathered", "two_phase"]
-
-# --- Named scopes, which change no instruction
-
-DECLARED = "lioncub.declared"  # floats of a trainer that are meant to travel
-DECIDED = "lioncub.decided"  # an update in which no single worker decides to communicate
-
-# Under vmap votes are of no mesh, and of no interest.
-VOTE = re.compile(r"lioncub\.up/workers\(([^)]*)\)of\(([^)]+)\)/")
-BRANCH_BY_COUNT = re.compile(r"lioncub\.by_count/cond/branch_\d+")
-MEANT = re.compile(r'op_name="[^"]*lioncub\.(?:declared|floats((?:\.\d+)*))[^"]*"')
-
-
-def vote(axis: Axes) -> contextlib.AbstractContextManager[None]:
-    """Scope of what workers send, with their axes and the mesh; inside of "lioncub.up"."""
-    sizes = ",".join(f"{n}:{k}" for n, k in jax.sharding.get_abstract_mesh().shape.items())
-    return jax.named_scope(f"workers({','.join(axis)})of({sizes})")
-
-
-def by_count() -> contextlib.AbstractContextManager[None]:
-    """Scope of a branch that depends on a replicated count only, so that all workers take it."""
-    return jax.named_scope("lioncub.by_count")
-
-
-def floats(tree: optax.Updates) -> contextlib.AbstractContextManager[None]:
-    """Scope of floats that are meant to travel between workers, with the sizes of the arrays."""
-    sizes = sorted({x.size for x in jax.tree.leaves(tree)})
-    return jax.named_scope(".".join(["lioncub.floats", *map(str, sizes)]))
-
 
 # --- Messages and replies
 

@@ -18,7 +18,7 @@ import jax
 from rich.console import Console
 
 import lioncub_jax as lc
-from lioncub_jax.audit import compiled, units, watch
+from lioncub_jax.programs import compiled, units, watch
 from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools import probe as prober
 from lioncub_jax.tools.plan import CLUSTERS, Cluster, Link, Measured, picture

@@ -18,10 +18,10 @@ import optax
 from jax import lax
 from jax.experimental import multihost_utils
 
-from lioncub_jax.audit.units import bytes_text, rate_text, seconds_text
 from lioncub_jax.exchange import bits
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers, check_workers
+from lioncub_jax.programs.units import bytes_text, rate_text, seconds_text
 from lioncub_jax.tools.plan.methods import SCHEMES
 from lioncub_jax.tools.plan.model import Cluster, Link, Measured, step_time
 

@@ -21,11 +21,12 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange import checks, wires
+from lioncub_jax.exchange import checks
 from lioncub_jax.mesh import axes, hosts
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import FREE, Workers, check_alive, check_real
 from lioncub_jax.mesh.specs import axes_in, spec_of
+from lioncub_jax.programs import scopes
 from lioncub_jax.training import differ, graphs
 from lioncub_jax.training.arguments import (
     Arguments,
@@ -469,7 +470,7 @@ class Program:
         def on_worker(arrays: list[jax.Array]) -> list[jax.Array]:
             whole = [leaf.here(x) for leaf, x in zip(leaves, arrays, strict=True)]
             here = [self._folded(x) if i in self.keys else x for i, x in enumerate(arrays)]
-            with jax.named_scope(wires.DECIDED):  # by none alone: `differ` has proven it
+            with jax.named_scope(scopes.DECIDED):  # by none alone: `differ` has proven it
                 results = self.one(here)
             for i, chain in self.chains.items():
                 results[i] = chain(arrays)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lioncub_jax.audit.units import rate_text
+from lioncub_jax.programs.units import rate_text
 from lioncub_jax.tools.plan.verdict import Plan, plan
 
 AROUND = 30  # times the given rates, to each side

@@ -4,7 +4,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from lioncub_jax.audit.units import bytes_text, rate_text, seconds_text
+from lioncub_jax.programs.units import bytes_text, rate_text, seconds_text
 from lioncub_jax.tools.plan import evidence, verdict
 from lioncub_jax.tools.plan.methods import SCHEMES
 from lioncub_jax.tools.plan.model import Row, held_bytes

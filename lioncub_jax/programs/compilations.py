@@ -5,21 +5,20 @@ JAX has no public place where a library may refuse a compiled program. This file
 * Votes pass through an operation of our own, the identity. JAX calls its lowering rule for each program
   that contains it, also where the trace was cached. The rule notes the program's name.
 * Listeners of ``jax.monitoring`` are called before and after each compilation. For a noted program they
-  list the programs of all backends before and after it, and give the new ones to a reader. An error that
-  it raises ends the compilation.
+  list the programs of all backends before and after it, and give the new ones to `watch.look`. An error
+  that it raises ends the compilation.
 
-lioncub_jax/__init__.py names the reader, `audit.watch.look`, and `listen` registers the listeners when
-the first transform is built in which workers communicate. By default the reader raises: nothing else sees
-gradients that the compiler averages in full precision before the vote, and such a run trains well, only
-without saving anything. ``audit.mode("warn")`` or ``"allow"`` changes that. tests/test_watch.py asks for
-both of the JAX that is installed.
+Nothing is registered by an import: `listen` does it when the first transform is built in which workers
+communicate. An error by default, because nothing else sees gradients that the compiler averages in full
+precision before the vote, and such a run trains well, only without saving anything. tests/test_watch.py
+asks for both of the JAX that is installed.
 """
 
 import contextlib
-import dataclasses
+import functools
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -27,53 +26,51 @@ from jax.extend import backend
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from lioncub_jax.programs.watch import look
+
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _NOT_SHOWN = AttributeError, jax.errors.JaxRuntimeError  # by a plugin, which need not have either
 
-
-@dataclasses.dataclass
-class _Reading:
-    """Reading of programs that vote, as it is set in this process.
-
-    Attributes:
-      mode: "raise", "warn" or "allow", see `lioncub_jax.audit.mode`.
-      read: takes the name of a function that votes, the texts of the programs that were compiled of it,
-        and whether it is certain that it votes.
-      listening: True once JAX calls the listeners.
-    """
-
-    mode: str = "raise"
-    read: Callable[[str, list[str], bool], None] | None = None
-    listening: bool = False
-
-
-_reading = _Reading()
+_set = {"mode": "raise"}
 _voting = dict[str, bool]()  # names of programs that vote; False if the newest of the name does not
 _before = dict[int, set[Any]]()  # by thread, what was compiled when its compilation began
 
 
-def mode() -> str:
-    """The mode that is set."""
-    return _reading.mode
+def mode(wanted: str | None = None) -> str:
+    """Sets what is done where workers send floats, have the same gradients, or drift.
+
+    Args:
+      wanted: "raise" (default), "warn", or "allow", with which nothing is looked at: programs that are
+        compiled meanwhile are not read, nor later, and those that are traced under ``pmap`` have no
+        checksums. None to ask only.
+
+    Returns:
+      The mode before.
+
+    Raises:
+      ValueError: for another mode.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> before = lc.audit.mode("warn")
+      >>> lc.audit.mode(before)
+      'warn'
+
+    Source: this library.
+    """
+    before = _set["mode"]
+    if wanted not in (None, "raise", "warn", "allow"):
+        raise ValueError(f"mode({wanted!r}): give 'raise', 'warn' or 'allow'")
+    _set["mode"] = wanted or before
+    return before
 
 
-def set_mode(wanted: str) -> None:
-    """Sets the mode."""
-    _reading.mode = wanted
-
-
-def set_reader(read: Callable[[str, list[str], bool], None]) -> None:
-    """Sets the function that reads programs that vote; see `_Reading`."""
-    _reading.read = read
-
-
+@functools.cache
 def listen() -> None:
     """Registers the listeners, once in a process."""
-    if not _reading.listening:
-        _reading.listening = True
-        jax.monitoring.register_scalar_listener(_on_start)
-        jax.monitoring.register_event_duration_secs_listener(_on_end)
+    jax.monitoring.register_scalar_listener(_on_start)
+    jax.monitoring.register_event_duration_secs_listener(_on_end)
 
 
 def mark_vote(message: Any) -> Any:
@@ -118,19 +115,18 @@ def _on_start(event: str, value: float, **about: str | int) -> None:
     if event == _LOWERED:
         _voting[_program(about)] = False
     elif event == _COMPILED and mode() != "allow":
-        _before[threading.get_ident()] = _programs()
+        _before[threading.get_ident()] = compiled_programs()
 
 
 def _on_end(event: str, duration_secs: float, **about: str | int) -> None:
     if event != _COMPILED or threading.get_ident() not in _before:
         return
-    new = _programs() - _before.pop(threading.get_ident())
+    new = compiled_programs() - _before.pop(threading.get_ident())
     name = str(about.get("fun_name", "")).partition("(")[2].removesuffix(")")
-    if _reading.read is not None:
-        _reading.read(name, list(_texts(new)), _voting[_program(about)])
+    look(name, list(texts_of(new)), _voting[_program(about)], mode())
 
 
-def _programs() -> set[Any]:
+def compiled_programs() -> set[Any]:
     """All that is compiled by now, on any backend."""
     programs: set[Any] = set()
     for client in backend.backends().values():
@@ -139,7 +135,8 @@ def _programs() -> set[Any]:
     return programs
 
 
-def _texts(programs: set[Any]) -> Iterator[str]:
+def texts_of(programs: set[Any]) -> Iterator[str]:
+    """Their texts, of those whose backend shows them."""
     for program in programs:
         with contextlib.suppress(*_NOT_SHOWN):
             yield from (module.to_string() for module in program.hlo_modules())

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 
-from lioncub_jax.audit.replica_groups import PEERS, AnyMesh, Axes, joined, slices_of
-from lioncub_jax.audit.units import bytes_text
-from lioncub_jax.exchange import wires
+from lioncub_jax.programs import scopes
+from lioncub_jax.programs.replica_groups import PEERS, AnyMesh, Axes, joined, slices_of
+from lioncub_jax.programs.units import bytes_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -186,7 +186,7 @@ def placed(text: str, mesh: AnyMesh) -> list[tuple[Collective, str]]:
         if _is_collective(one):
             raise _unknown("how the program gets to the collective", one.line)
     types = {name: dict(_TYPE.findall(bodies[name])) for name in reached}
-    vote, ways = wires.VOTE.search(text), []
+    vote, ways = scopes.VOTE.search(text), []
     for slices in slices_of(mesh, devices):
         found = []
         for site in _started(sites):

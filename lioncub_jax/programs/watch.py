@@ -2,7 +2,7 @@
 
 A trainer can vote and still send more than float32 would: momentum that its shardings call replicated is
 gathered, or gradients are averaged before the vote. The loss looks right, and only the compiled program
-shows it. `exchange.compilations` hands each program that votes to `look`, when it is compiled.
+shows it. `programs.compilations` hands each program that votes to `look`, when it is compiled.
 """
 
 import contextlib
@@ -13,18 +13,16 @@ import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from lioncub_jax.audit.units import bytes_text
-from lioncub_jax.exchange import compilations, wires
+from lioncub_jax.programs import scopes
+from lioncub_jax.programs.compiled import Collective, Operand, placed
+from lioncub_jax.programs.units import bytes_text
 
-if TYPE_CHECKING:
-    from lioncub_jax.audit.compiled import Collective, Operand
-
-__all__ = ["check_votes", "declared", "mode"]
+__all__ = ["check_votes", "declared"]
 
 _MOST_NUMBERS = 128  # losses, metrics and counts; no leaf worth a vote is smaller
 _FLOATS = re.compile(r"\b(?:bf16|f\d\w*|c64|c128)\[([\d,]+)\]")
@@ -32,35 +30,6 @@ _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", re
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", re.M)
 _HERE = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
-
-
-def mode(wanted: str) -> str:
-    """Sets what is done where workers send floats, have the same gradients, or drift.
-
-    Args:
-      wanted: "raise" (default), "warn", or "allow", with which nothing is looked at: programs that are
-        compiled meanwhile are not read, nor later, and those that are traced under ``pmap`` have no
-        checksums.
-
-    Returns:
-      The mode before.
-
-    Raises:
-      ValueError: for another mode.
-
-    Example:
-      >>> import lioncub_jax as lc
-      >>> before = lc.audit.mode("warn")
-      >>> lc.audit.mode(before)
-      'warn'
-
-    Source: this library.
-    """
-    if wanted not in ("raise", "warn", "allow"):
-        raise ValueError(f"mode({wanted!r}): give 'raise', 'warn' or 'allow'")
-    before = compilations.mode()
-    compilations.set_mode(wanted)
-    return before
 
 
 @contextlib.contextmanager
@@ -78,14 +47,14 @@ def declared() -> Iterator[None]:
     Source: this library.
     """
     # The name is what is read; but a compilation cache on disk does not look at names.
-    with jax.named_scope(wires.DECLARED), set_xla_metadata(lioncub="declared"):
+    with jax.named_scope(scopes.DECLARED), set_xla_metadata(lioncub="declared"):
         yield
 
 
 def check_votes(compiled: jax.stages.Compiled | str) -> str:
     """Reads a compiled program that votes, and raises if floats travel between the workers.
 
-    Programs that ``jax.jit`` and ``jax.pmap`` compile are read by themselves, see `mode`; this is for
+    Programs that ``jax.jit`` and ``jax.pmap`` compile are read by themselves, see `audit.mode`; this is for
     those who compile themselves, such as for other machines, and tells what a step sends.
 
     Args:
@@ -130,16 +99,17 @@ def check_votes(compiled: jax.stages.Compiled | str) -> str:
     return report(program)
 
 
-def look(name: str, texts: list[str], votes: bool) -> None:
+def look(name: str, texts: list[str], votes: bool, mode: str) -> None:
     """Reads what was compiled of a function that votes, or of one of its name.
 
     Args:
       name: of the function.
       texts: of the programs that are new.
       votes: True if it is certain that it votes.
+      mode: as `compilations.mode` takes it.
 
     Raises:
-      ValueError: for a program that votes and sends floats too; a warning in that `mode`.
+      ValueError: for a program that votes and sends floats too; a warning in mode "warn".
     """
     # Where the compiler fails, nothing is there to read.
     if votes and not any("op_name=" in x for x in texts) and not sys.exc_info()[1]:
@@ -154,7 +124,7 @@ def look(name: str, texts: list[str], votes: bool) -> None:
         if program is None:
             continue
         wrong = _wrong(program)
-        if wrong and compilations.mode() == "raise":
+        if wrong and mode == "raise":
             raise ValueError(wrong)
         if wrong:
             warnings.warn(wrong, stacklevel=3)
@@ -162,10 +132,10 @@ def look(name: str, texts: list[str], votes: bool) -> None:
         # a mapped step are checked.
         branches = [
             x.collective.gated
-            and "cond/branch_" in wires.BRANCH_BY_COUNT.sub("", x.line)
-            and wires.DECIDED not in x.line
+            and "cond/branch_" in scopes.BRANCH_BY_COUNT.sub("", x.line)
+            and scopes.DECIDED not in x.line
             for x in program.arrays
-            if wires.VOTE.search(x.line)
+            if scopes.VOTE.search(x.line)
         ]
         if branches and all(branches):
             warnings.warn(
@@ -187,8 +157,8 @@ class _Sent(NamedTuple):
       between_workers: True between workers, False inside one.
     """
 
-    collective: "Collective"
-    array: "Operand"
+    collective: Collective
+    array: Operand
     line: str
     num_bytes: float
     between_workers: bool
@@ -210,11 +180,9 @@ class Program(NamedTuple):
 
 def read(text: str) -> Program | None:
     """Reads a program with votes that are labelled with the workers and their mesh; None without any."""
-    vote = wires.VOTE.search(text)
+    vote = scopes.VOTE.search(text)
     if vote is None:
         return None
-    from lioncub_jax.audit.compiled import placed  # which brings much that is not needed before
-
     axes = tuple(vote[1].split(","))
     sizes = dict(one.split(":") for one in vote[2].split(","))
     mesh = jax.sharding.AbstractMesh(tuple(map(int, sizes.values())), tuple(sizes))
@@ -278,11 +246,11 @@ def _meant(text: str) -> list[tuple[int, bool]]:
     """
     meant = []
     for line in text.splitlines():
-        name = wires.MEANT.search(line)
+        name = scopes.MEANT.search(line)
         if name is None:
             continue
         counts = [int(n) for n in (name[1] or "").split(".") if n]
-        if wires.DECLARED in name[0]:
+        if scopes.DECLARED in name[0]:
             made = _FLOATS.findall(line.partition("(")[0])
             counts += [math.prod(map(int, shape.split(","))) for shape in made]
         meant += [(n, "cond/branch_" in name[0]) for n in counts]
