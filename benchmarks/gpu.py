@@ -51,7 +51,7 @@ def exchange(model: programs.Model) -> dict[str, Timed]:
     """The real training step, a worker for each device."""
     workers = lc.Workers(jax.make_mesh((jax.device_count(),), ("data",)), "data")
     rows, length = model.windows
-    batch = jax.random.randint(jax.random.key(1), (rows * workers.count, length), 0, 500)
+    batch = jax.random.randint(jax.random.key(1), (rows * workers.num_gradients, length), 0, 500)
     timed = {}
     for name, make in programs.OPTIMIZERS.items():
         tx = make(workers=workers)

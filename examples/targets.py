@@ -43,5 +43,5 @@ def _training(
     params = {name: jnp.full(shape, shape[0] ** -0.5) for name, shape in SIZES.items()}
     state = lc.init_state(tx, params, workers)
     processes = len({device.process_index for device in workers.mesh.devices.flat})
-    batch = jnp.zeros((BATCH * workers.count // processes, 2), jnp.int32)  # of this process
+    batch = jnp.zeros((BATCH * workers.num_gradients // processes, 2), jnp.int32)  # of this process
     return lc.make_train_step(loss, tx, workers), state, batch

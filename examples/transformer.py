@@ -93,13 +93,13 @@ windows = np.lib.stride_tricks.sliding_window_view(text.astype(np.int32), CONTEX
 rng = np.random.default_rng(0)
 losses = []
 for _ in range(STEPS):
-    batch = windows[rng.integers(len(windows), size=8 * workers.count)]
+    batch = windows[rng.integers(len(windows), size=8 * workers.num_gradients)]
     losses.append(train_step(model, optimizer, batch))
 
 compiled = train_step.lower(model, optimizer, batch).compile()
 sent = lc.audit.sent_bytes(lc.audit.collectives(compiled, workers.mesh))[("data",)]
 size = optax.tree.size(nnx.state(model, nnx.Param))
-float32 = lc.audit.float32_all_reduce_bytes(size, workers.count)
+float32 = lc.audit.float32_all_reduce_bytes(size, workers.num_gradients)
 print(f"loss {losses[0]:.2f} before, {np.mean(losses[-10:]):.2f} after {STEPS} steps")
 print(f"each worker sends {sent / 1e3:.0f} kB a step; float32 gradients are {float32 / 1e3:.0f} kB")
 

@@ -75,14 +75,14 @@ order = rng.permutation(len(labels))
 images, labels = np.float32(images[order] / 16).reshape(-1, 8, 8, 1), labels[order]
 losses = []
 for _ in range(STEPS):
-    rows = rng.integers(HELD_OUT, len(labels), size=16 * workers.count)
+    rows = rng.integers(HELD_OUT, len(labels), size=16 * workers.num_gradients)
     batch = images[rows], labels[rows]
     losses.append(train_step(model, optimizer, batch))
 
 compiled = train_step.lower(model, optimizer, batch).compile()
 sent = lc.audit.sent_bytes(lc.audit.collectives(compiled, workers.mesh))[("data",)]
 size = optax.tree.size(nnx.state(model, nnx.Param))
-float32 = lc.audit.float32_all_reduce_bytes(size, workers.count)
+float32 = lc.audit.float32_all_reduce_bytes(size, workers.num_gradients)
 accuracy = (model(images[:HELD_OUT]).argmax(-1) == labels[:HELD_OUT]).mean()
 print(f"loss {losses[0]:.2f} before, {np.mean(losses[-10:]):.2f} after {STEPS} steps")
 print(f"accuracy {accuracy:.3f} on {HELD_OUT} other digits")

@@ -427,7 +427,7 @@ def test_an_update_has_the_dtype_of_its_gradient_where_jax_promotes_nothing(name
     with own, jax.numpy_rank_promotion("raise"), jax.enable_x64(dtypes == LONG):
         on = mapped(transform(name, workers), workers)
         params = {k: jax.ShapeDtypeStruct(SHAPES[k], kind) for k, kind in kinds.items()}
-        grads = jax.tree.map(lambda x: x.update(shape=(workers.count, *x.shape)), params)
+        grads = jax.tree.map(lambda x: x.update(shape=(workers.num_gradients, *x.shape)), params)
         state = jax.eval_shape(on.init, params)
         updates, after = jax.eval_shape(on.update, grads, state, params)
     assert {k: u.dtype for k, u in updates.items()} == kinds

@@ -62,7 +62,7 @@ def workers_of(name):
 def voters_of(name):
     """How many workers there are, a group for one."""
     workers = workers_of(name)
-    return workers.count // workers.mesh.shape.get("dev", 1)
+    return workers.num_gradients // workers.mesh.shape.get("dev", 1)
 
 
 OWNER = lc.decide.at_owner(optax.scale_by_lion(0.5, 0.5), lc.decide.sign())
@@ -130,7 +130,7 @@ def trained(name, unlike):
     weights = np.arange(1, voters + 1) if unlike else np.full(voters, 2)
     state = first_state(exact, name)
     for _ in range(3):
-        each = np.repeat(weights, workers.count // voters)
+        each = np.repeat(weights, workers.num_gradients // voters)
         state, _ = step_of(name)(state, each.astype(np.float32))
     return state
 

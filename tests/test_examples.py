@@ -171,7 +171,7 @@ def test_the_quickstart_has_workers_on_any_machine(accelerators, workers, monkey
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     names = {}
     exec((EXAMPLES / "quickstart.py").read_text().partition("class NextByte")[0], names)
-    assert names["workers"].count == workers
+    assert names["workers"].num_gradients == workers
 
 
 def test_a_cluster_that_is_none_is_refused():

@@ -455,7 +455,7 @@ OUT = [
     (
         lambda x: {"count": len(x)},
         {},
-        "'count'] is 4 ... workers.count * len(batch) ... {'count': 'sum'}",
+        "'count'] is 4 ... workers.num_gradients * len(batch) ... {'count': 'sum'}",
     ),
     (lambda x: {"count": jnp.int32(len(x))}, {}, "'count'] is 4, the number of one worker's rows"),
     (lambda x: {"loss": x.mean(), "clipped": jnp.maximum(x.mean(), 0)}, {}, None),

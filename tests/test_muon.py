@@ -197,7 +197,7 @@ def test_every_matrix_is_whole_at_one_owner_however_it_is_cut(layout):
     sizes, group, kind, specs = LAYOUTS[layout]
     shapes = {name: CUT[name] for name in specs}
     workers = workers_on(sizes, group, kind)
-    grads = gradients(2, workers.count, shapes)
+    grads = gradients(2, workers.num_gradients, shapes)
     updates, _ = run_on_mesh({0: cheap(workers, **EXACT)}, workers, specs, grads)[0]
     means = jax.tree.map(lambda g: g.mean(1), grads)
     assert_same(updates, by_matrix(mixing(), means), rtol=1e-4, atol=1e-4)
@@ -208,7 +208,7 @@ def test_the_bytes_of_the_program_are_those_that_are_predicted(layout):
     sizes, group, kind, specs = LAYOUTS[layout]
     workers, shapes = workers_on(sizes, group, kind), zeros(CUT)
     tx = cheap(workers)
-    grads = jax.tree.map(lambda x: jnp.zeros((workers.count, *x.shape)), shapes)
+    grads = jax.tree.map(lambda x: jnp.zeros((workers.num_gradients, *x.shape)), shapes)
     params = jax.device_put(shapes, workers.shardings(specs))
     compiled = update_of(tx, workers).lower(grads, tx.init(params), params).compile()
     asked, between, inside = lc.audit.of(tx, shapes, workers, specs=specs), Counter(), Counter()
@@ -363,7 +363,7 @@ def trained(place, make, steps=2):
     state = lc.init_state(tx, zeros({name: CUT[name] for name in specs}), workers, specs=specs)
     step = lc.make_train_step(loss, tx, workers)
     for n in range(steps):
-        state, _ = step(state, np.full(workers.count, n + 1, np.float32))
+        state, _ = step(state, np.full(workers.num_gradients, n + 1, np.float32))
     return state, workers
 
 

@@ -333,7 +333,9 @@ def test_wherever_it_runs_the_updates_are_the_same(nested, run):
 def compiled_update(tx, params, workers):
     """The compiled update, of gradients ``[W, ...]``."""
     state = lc.training.abstract_state(tx, params, workers).opt_state
-    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((workers.count, *p.shape), p.dtype), params)
+    grads = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct((workers.num_gradients, *p.shape), p.dtype), params
+    )
     return update_of(tx, workers).lower(grads, state, params).compile()
 
 

@@ -102,7 +102,7 @@ def trained(name):
 
     params = jax.tree.map(jnp.copy, state.params)
     own, mapped = (params, tx.init(params), jax.random.key(4)), lc.map_step(own_step, workers)
-    rows = np.arange(workers.count * ROWS)
+    rows = np.arange(workers.num_gradients * ROWS)
     quarters = rows.reshape(4, -1)
     # Of map_step a worker whose devices are in two processes has all of its rows in both.
     of_own = [[0, 1, 2, 3]] * 2 if name == "across" else taken
@@ -112,7 +112,7 @@ def trained(name):
         of_own = rows
 
     def batch_of(i, rows):
-        x = normal(workers.count * ROWS, FEATURES, seed=i + 1)[rows]
+        x = normal(workers.num_gradients * ROWS, FEATURES, seed=i + 1)[rows]
         keys = jax.random.split(jax.random.key(i), 24)[rows]
         return {"x": x, "y": jnp.sin(x.sum(1, keepdims=True)), "key": keys}
 

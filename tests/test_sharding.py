@@ -90,7 +90,7 @@ def buckets_of(sizes, specs, workers):
     for name in sorted(filter(sizes.get, sizes)):
         cut = {axis for axis in jax.tree.leaves(tuple(specs[name])) if mesh[axis] > 1}
         groups.setdefault(tuple(sorted({*cut, *workers.axes})), []).append(name)
-    voters = workers.count // group_size(workers)
+    voters = workers.num_gradients // group_size(workers)
     found, rows = [], 0
     for axes, names in sorted(groups.items()):
         own = [sizes[name] for name in names]
@@ -164,7 +164,7 @@ METHODS = {
 def story(workers, leaves):
     """Gradients ``[4, W, G, ...]`` of integers whose means over a group are whole; who abstains."""
     rng, group = np.random.default_rng(0), group_size(workers)
-    lead = 4, workers.count // group, group
+    lead = 4, workers.num_gradients // group, group
     grads = {
         name: group * rng.integers(-2, 3, (*lead, *shape)).astype(np.float32)
         for name, (shape, _) in leaves.items()
@@ -195,7 +195,7 @@ def test_updates_are_those_of_the_reference(sizes, kind, methods, leaves):
     specs, (grads, abstain) = specs_of(leaves, workers), story(workers, leaves)
     pairs = {method: METHODS[method](None, workers) for method in methods.split()}
     txs = {method: tx for method, (tx, _) in pairs.items()}
-    rows = {n: g.reshape(len(g), workers.count, *g.shape[3:]) for n, g in grads.items()}
+    rows = {n: g.reshape(len(g), workers.num_gradients, *g.shape[3:]) for n, g in grads.items()}
     each = np.repeat(abstain, group_size(workers), axis=1)
     done = run_on_mesh(txs, workers, specs, rows, each)
     means = {name: g.mean(2) for name, g in grads.items()}

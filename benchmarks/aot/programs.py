@@ -181,7 +181,7 @@ def lowered(model: Model, method: str, mesh: Mesh) -> tuple[Any, Any]:
         updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state, params)
         return optax.apply_updates(params, updates), state
 
-    grads = _of_each(model, workers.count, mesh, workers.axes)
+    grads = _of_each(model, workers.num_gradients, mesh, workers.axes)
     step = lc.map_step(update, workers, rows="grads", donate=("params", "state"))
     return step.lower(grads, state.params, state.opt_state), tx
 

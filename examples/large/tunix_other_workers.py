@@ -21,7 +21,7 @@ state = {"params": nnx.state(model, nnx.Param), "optimizer": trainer.optimizer}
 if not between.exists():
     step = str(trainer.train_steps)
     ocp.PyTreeCheckpointer().save(between / step, lc.checkpoint.portable(state, workers))
-    folder.rename(folder.with_name(f"{folder.name}-{workers.count}"))
+    folder.rename(folder.with_name(f"{folder.name}-{workers.num_gradients}"))
 else:
     [saved] = between.iterdir()
     state = lc.checkpoint.restore(saved, state, workers)

@@ -135,7 +135,7 @@ def of(
     count = product(workers.mesh.shape, axes.names(workers.axis))
     return Traffic(
         num_workers=count,
-        parameters=round(elements * count / workers.count),
+        parameters=round(elements * count / workers.num_gradients),
         sent_bytes=min(sent),
         group_bytes=_sum_bytes(usual, workers, between=False),
         stages=tuple(sent),
@@ -164,7 +164,7 @@ def _traced_update(
         found.append(jax.jit(update).trace(grads, state, params).jaxpr.jaxpr)
         return jnp.zeros(())  # by a result with a spec JAX knows an Explicit mesh
 
-    grads = jax.tree.map(lambda x: x.update(shape=(workers.count, *x.shape)), params)
+    grads = jax.tree.map(lambda x: x.update(shape=(workers.num_gradients, *x.shape)), params)
     in_specs = stacked(specs, workers.axes), layout.specs, specs
     jax.eval_shape(workers.map(on_worker, in_specs, P(), typed=True), grads, state, params)
     differences = Differences(workers)

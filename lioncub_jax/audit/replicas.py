@@ -98,7 +98,7 @@ class Replicas:
         check_workers(workers)
         self._workers = workers
         check_count(f"every={every!r}", every, "a number of steps, 1 or more")
-        if self._workers.count == 1:
+        if self._workers.num_gradients == 1:
             raise ValueError(
                 "Replicas compares workers, and there is one: leave it out, or give a mesh of more"
             )

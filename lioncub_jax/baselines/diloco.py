@@ -47,7 +47,7 @@ def diloco(
       >>> loss = lambda params, batch, rng: jnp.mean((batch @ params["w"]) ** 2)
       >>> state = lc.init_state(tx, {"w": jnp.ones((3, 1))}, workers, local=local)
       >>> step = lc.make_train_step(loss, tx, workers, local_steps=4, local=local)
-      >>> rows = jnp.ones((4 * 8 * workers.count, 3))  # 8 for each local step
+      >>> rows = jnp.ones((4 * 8 * workers.num_gradients, 3))  # 8 for each local step
       >>> state, metrics = step(state, rows)
       >>> int(state.step)
       1

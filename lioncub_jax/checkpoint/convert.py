@@ -202,13 +202,13 @@ def _entry(name: str, x: Any, holder: Holder | None, workers: Workers) -> Entry:
             "nnx.state(model, nnx.Param), 'rest': nnx.state(model, nnx.Not(nnx.Param)), 'optimizer': "
             "optimizer}"
         )
-    if holder in PER_WORKER and x.size and not stacked and workers.count > 1:
+    if holder in PER_WORKER and x.size and not stacked and workers.num_gradients > 1:
         # A false label, as of pmap's out_axes=None, which drops all values but one.
         raise ValueError(
             f"state.{name} has shape {x.shape} and is not cut over the workers, but each of "
-            f"{workers.count} has its own, and a checkpoint would keep that of one. {let_out(workers)}; "
-            f"what is [{workers.count}, ...] already goes where it belongs by jax.device_put(x, "
-            f"NamedSharding(mesh, {P(workers.axes)}))"
+            f"{workers.num_gradients} has its own, and a checkpoint would keep that of one. "
+            f"{let_out(workers)}; what is [{workers.num_gradients}, ...] already goes where it belongs by "
+            f"jax.device_put(x, NamedSharding(mesh, {P(workers.axes)}))"
         )
     return Entry(name, x, holder or (Holder.WORKER if stacked else Holder.ALL))
 
@@ -301,7 +301,7 @@ def restored(
     found, workers = entries(like, workers), _auto(workers)
     wanted = {name: (leaf, entry) for entry in found for name, leaf in entry.leaves().items()}
     measured = tuple(f"{n}." for n, (_, h) in declared_in(like) if h is Holder.MEASURED)
-    _check_same_model(saved, wanted, measured, workers.count)
+    _check_same_model(saved, wanted, measured, workers.num_gradients)
     places = {}
     for name in saved.keys() & wanted.keys():
         leaf, entry = wanted[name]

@@ -95,7 +95,7 @@ class Workers:
       group: mesh axis of the devices of one worker, in two levels; else None.
       axes: those over which gradients differ: the workers', then those of a worker's devices.
       inner: the other axes of the mesh, over which one worker's arrays are cut.
-      count: how many gradients there are: one for each worker, or for each device of a group.
+      num_gradients: how many differ: one for each worker, or for each device of a group.
 
     Raises:
       TypeError: for a mesh that is none.
@@ -107,7 +107,7 @@ class Workers:
       >>> workers = lc.Workers(mesh, "data")
       >>> tx = lc.lion_cub(1e-3, workers=workers)
       >>> state = lc.init_state(tx, {"w": jnp.ones(3)}, workers)
-      >>> workers.count
+      >>> workers.num_gradients
       1
     """
 
@@ -139,7 +139,7 @@ class Workers:
 
         Example:
           >>> import jax, lioncub_jax as lc
-          >>> lc.Workers.one_per_device().count == jax.device_count()
+          >>> lc.Workers.one_per_device().num_gradients == jax.device_count()
           True
         """
         return cls(jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,)), "data")
@@ -155,8 +155,8 @@ class Workers:
         return tuple(n for n in self.mesh.axis_names if n not in self.axes)
 
     @functools.cached_property
-    def count(self) -> int:
-        """The number of gradients."""
+    def num_gradients(self) -> int:
+        """How many gradients differ: one for each worker, or for each device of a group."""
         return product(self.mesh.shape, self.axes)
 
     def __str__(self) -> str:

@@ -75,14 +75,14 @@ def probe(workers: Workers, target: Target | None = None) -> Measured:
       Measured(num_workers=8, seconds={'all-reduce': [(3584.0, 0.00021), ...
     """
     check_workers(workers)
-    if workers.group or not 1 < workers.count == workers.mesh.size:
+    if workers.group or not 1 < workers.num_gradients == workers.mesh.size:
         raise ValueError(f"{workers}: give two workers or more, of one device each")
     shape = PACKED // 128, 128
     packing = jax.jit(lambda x: bits.unpack(bits.pack(x > 0), shape[0]).astype(x.dtype))
     # As the planner counts: bits to others and back, and a float32, written and read.
     passed = 8 * 2 * (2 / 8 + 4) * PACKED
     measured = Measured(
-        workers.count,
+        workers.num_gradients,
         {op: list(_points(op, workers)) for op in COLLECTIVES},
         passed / _seconds(partial(packing, jnp.ones(shape))),
     )
@@ -92,7 +92,7 @@ def probe(workers: Workers, target: Target | None = None) -> Measured:
 def _points(op: str, workers: Workers) -> Iterator[tuple[float, float]]:
     """Bytes that a worker sends and seconds, from small to large; all processes end at the same size."""
     collective, dtype, sent = COLLECTIVES[op]
-    count, spec = workers.count, jax.P(workers.axis)
+    count, spec = workers.num_gradients, jax.P(workers.axis)
 
     @jax.jit
     @partial(jax.shard_map, mesh=workers.mesh, in_specs=spec, out_specs=spec, check_vma=False)
@@ -136,7 +136,7 @@ def _with_step(measured: Measured, workers: Workers, target: Target) -> Measured
     names, types = workers.mesh.axis_names, workers.mesh.axis_types
     here = jax.make_mesh([1] * len(names), names, types, devices=jax.local_devices()[:1])
     step, state, batch = target(workers)
-    at = Cluster(workers.count, Link(math.inf), measured=measured)
+    at = Cluster(workers.num_gradients, Link(math.inf), measured=measured)
     exchange = step_time(SCHEMES["adamw"], optax.tree.size(state.params), at).communication()
     taken, compute = seconds(step, state, batch), seconds(*target(Workers(here, workers.axis)))
     hidden = (compute + exchange - taken) / min(compute, exchange)

@@ -275,7 +275,7 @@ class Arguments:
 
     def rows_of_one(self) -> set[int]:
         """How many rows a worker has of each array, where that is more than one."""
-        count = self.workers.count
+        count = self.workers.num_gradients
         rows = [x.shape.shape[x.dim] // count for x in self.leaves if x.role is Role.ROWS]
         return {n for n in rows if n > 1}
 
@@ -381,11 +381,11 @@ def _rows_of_all(
     multiple = here * rows.local_steps * rows.accumulate
     if not given or given % multiple:
         raise ValueError(
-            f"{name} has shape {jnp.shape(x)}: {workers.count} workers do not divide its rows, of which "
-            f"there must be a positive multiple of {multiple} ({workers.count} workers, "
-            f"{parts // workers.count} parts of each worker's by {axes}, {rows.local_steps} local steps, "
-            f"{rows.accumulate} gradient accumulation steps): drop or pad the last rows, or say which "
-            f"argument is the batch, map_step(step, workers, rows=...){told}"
+            f"{name} has shape {jnp.shape(x)}: {workers.num_gradients} workers do not divide its rows, of "
+            f"which there must be a positive multiple of {multiple} ({workers.num_gradients} workers, "
+            f"{parts // workers.num_gradients} parts of each worker's by {axes}, {rows.local_steps} local "
+            f"steps, {rows.accumulate} gradient accumulation steps): drop or pad the last rows, or say "
+            f"which argument is the batch, map_step(step, workers, rows=...){told}"
         )
     return given // here * parts
 

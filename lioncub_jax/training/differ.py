@@ -152,9 +152,11 @@ class Differences(Walk):
 
     def __init__(self, workers: Workers):
         self._axes = workers.axes
-        self._grid = np.arange(workers.count).reshape([workers.mesh.shape[n] for n in workers.axes])
-        self.constant = (0,) * workers.count
-        self.each: Classes = tuple(range(workers.count))
+        self._grid = np.arange(workers.num_gradients).reshape(
+            [workers.mesh.shape[n] for n in workers.axes]
+        )
+        self.constant = (0,) * workers.num_gradients
+        self.each: Classes = tuple(range(workers.num_gradients))
         self._gradients: dict[int, tuple[str, str, Classes]] = {}  # by equation
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.draws_alike = self._seeded = False

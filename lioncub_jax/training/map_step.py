@@ -97,7 +97,7 @@ def map_step(
       ...     updates, opt_state = tx.update(grads, opt_state, params)
       ...     return (optax.apply_updates(params, updates), opt_state), loss
       >>> params = jnp.ones((3, 1))
-      >>> batch = jnp.ones((8 * workers.count, 3))
+      >>> batch = jnp.ones((8 * workers.num_gradients, 3))
       >>> state, loss = lc.map_step(step, workers)((params, tx.init(params)), batch)
       >>> float(loss)
       9.0
@@ -126,7 +126,7 @@ class MappedStep:
       >>> import jax.numpy as jnp, lioncub_jax as lc
       >>> workers = lc.Workers.one_per_device()
       >>> mean = lc.map_step(lambda w, rows: (w, jnp.mean(rows @ w)), workers)
-      >>> print(mean.explain(jnp.ones(3), jnp.ones((workers.count, 3))))  # doctest: +ELLIPSIS
+      >>> print(mean.explain(jnp.ones(3), jnp.ones((workers.num_gradients, 3))))  # doctest: +ELLIPSIS
       given
       ...
 
@@ -323,7 +323,7 @@ class Program:
         """Raises, where the step cannot be traced, if it can with the whole batch: then rows= cures it."""
         found = None
         with contextlib.suppress(Exception):
-            found = self._traced(self._with_rows(self.workers.count))
+            found = self._traced(self._with_rows(self.workers.num_gradients))
         if found is not None:
             keys = {i for i, is_raw in enumerate(raw_keys(self.arguments.leaves)) if is_raw}
             self.arguments.check_batch(found[1].returned(), keys)
@@ -429,7 +429,7 @@ class Program:
                     "or "
                     'say which argument is the batch: map_step(step, workers, rows="batch")'
                 )
-        if differences.draws_alike and self.workers.count > 1:
+        if differences.draws_alike and self.workers.num_gradients > 1:
             warnings.warn(
                 "the step draws random numbers with a key that is the same on all workers, so all draw "
                 "alike, such as one dropout mask: it makes the key of a constant. Give the key as an "

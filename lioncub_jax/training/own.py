@@ -39,7 +39,7 @@ def own(tree: Any, workers: Workers) -> Own:
     Example:
       >>> import jax.numpy as jnp, lioncub_jax as lc
       >>> workers = lc.Workers.one_per_device()
-      >>> lc.training.own({"sum": jnp.zeros(3)}, workers).value["sum"].shape == (workers.count, 3)
+      >>> lc.training.own({"sum": jnp.zeros(3)}, workers).value["sum"].shape == (workers.num_gradients, 3)
       True
 
     Source: this library.

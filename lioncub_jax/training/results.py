@@ -168,7 +168,7 @@ class _Matching:
         leaf = self._arguments.leaves[self._slots[slot]]
         shape = list(leaf.shape.shape)
         if leaf.role is Role.ROWS:
-            shape[leaf.dim] //= self._arguments.workers.count
+            shape[leaf.dim] //= self._arguments.workers.num_gradients
         return tuple(shape[leaf.role is Role.OWN :]), leaf.shape.dtype
 
     def of(self, out: Any, said: Collection[str]) -> Any:
@@ -312,7 +312,7 @@ class Outside:
         if not said and int(value) in self._program.arguments.rows_of_one():
             raise ValueError(
                 f"{result.name} is {int(value)}, the number of one worker's rows, as of len(batch): return "
-                f"workers.count * len(batch), or say that it is added, map_step(..., "
+                f"workers.num_gradients * len(batch), or say that it is added, map_step(..., "
                 f"out={{{_last_word(result.name)!r}: 'sum'}}); 'mean' keeps a number that only looks so"
             )
         return Role.SUM if said == ["sum"] else Role.SAME
@@ -477,7 +477,7 @@ class Outside:
                 results[i] = jnp.where(present > 0, mean.astype(old[i].dtype), old[i])
             else:
                 is_whole = not jnp.issubdtype(results[i].dtype, jnp.inexact)
-                results[i] = (x / self._workers.count).astype(
+                results[i] = (x / self._workers.num_gradients).astype(
                     x.dtype if is_whole else results[i].dtype
                 )
         for i in by[Role.GAINED]:
@@ -486,7 +486,7 @@ class Outside:
             over = tuple([n for n in axes if n in self._over(i)])
             count = as_count(results[i])  # a constant is the same for all
             results[i] = (
-                wires.sum_over_workers(count, over) if over else self._workers.count * count
+                wires.sum_over_workers(count, over) if over else self._workers.num_gradients * count
             )
         for i in by[Role.LARGEST]:
             results[i] = _picked(wires.max_over_workers, results[i], axes)

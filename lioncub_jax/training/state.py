@@ -177,7 +177,7 @@ def abstract_state(
         step=workers.shape(P(), np.int32(0)),
         params=params,
         model_state=jax.tree.map(
-            lambda x: workers.shape(P(workers.axes), x, workers.count), model_state
+            lambda x: workers.shape(P(workers.axes), x, workers.num_gradients), model_state
         ),
         opt_state=opt_state,
         rng=workers.shape(P(), jax.eval_shape(jax.random.key, 0)),

@@ -165,7 +165,7 @@ def make_train_step(
       >>> loss = lambda params, batch, rng: jnp.mean((batch @ params["w"]) ** 2)
       >>> state = lc.init_state(tx, {"w": jnp.ones((3, 1))}, workers)
       >>> step = lc.make_train_step(loss, tx, workers)
-      >>> state, metrics = step(state, jnp.ones((8 * workers.count, 3)))
+      >>> state, metrics = step(state, jnp.ones((8 * workers.num_gradients, 3)))
       >>> float(metrics["loss"])
       9.0
 
