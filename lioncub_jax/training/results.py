@@ -498,8 +498,14 @@ class Outside:
 
 
 def _picked(pick: Callable[..., jax.Array], x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The largest or smallest over the workers, also of bools, which are numbers on the way."""
-    return pick(x.astype(jnp.int32), axes).astype(bool) if x.dtype == bool else pick(x, axes)
+    """The largest or smallest over the workers; a bool is a number on the way, and NaN of one is NaN for all."""
+    if x.dtype == bool:
+        return pick(x.astype(jnp.int32), axes).astype(bool)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return pick(x, axes)
+    # XLA's maximum of several devices passes over NaN.
+    undefined = wires.max_over_workers(jnp.isnan(x).astype(jnp.int32), axes) > 0
+    return jnp.where(undefined, jnp.nan, pick(x, axes))
 
 
 def _is_parameter(x: Any, trees: Collection[str]) -> bool:
