@@ -498,7 +498,7 @@ class Outside:
 
 
 def _picked(pick: Callable[..., jax.Array], x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The largest or smallest over the workers; a bool is a number on the way, and NaN of one is NaN for all."""
+    """The largest or smallest over the workers: bools are numbers on the way, NaN of one is NaN for all."""
     if x.dtype == bool:
         return pick(x.astype(jnp.int32), axes).astype(bool)
     if not jnp.issubdtype(x.dtype, jnp.floating):
