@@ -12,7 +12,6 @@ from test_against_reference import both
 
 import lioncub_jax as lc
 from lioncub_jax.exchange import bits, layout, plan
-from lioncub_jax.exchange.step import PieceInput
 from lioncub_jax.exchange.step import encode as encode_bucket
 
 Q = lc.quantize
@@ -36,8 +35,7 @@ def encode(quantizer, x, step, worker, *, workers):
     fmt = plan.message_format(codec, bucket)
     here = plan.BucketPlan(bucket, fmt, fmt, 1, None, [piece], sizes)
     own = plan.Plan((), workers, (here,), (), False, False, False, worker, step, [None])
-    given = PieceInput(piece, x, None, None, direction=x, rows=rows)
-    _, message = encode_bucket(codec, own, here, [0], [given])
+    _, message = encode_bucket(codec, own, here, [0], [rows])
     parts = rows.reshape(bucket.packed_chunks, -1, 128)
     planes = [x.reshape(len(parts), -1) for x in message.planes]
     codes = None

@@ -19,7 +19,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -520,20 +520,13 @@ def tie_bits(first_word: jax.Array | int, words: int, num_steps: jax.Array | int
     return _hashed(first_word, words, _seed(num_steps, _TIES))
 
 
-class SignDraw(NamedTuple):
-    """A draw for the zeros of one worker in one step, see `random_signs`.
-
-    Attributes:
-      seed: ``uint32[]``, the same on every worker.
-      flip: ``uint32[]``, all ones for one worker of a pair, 0 for the other.
-    """
-
-    seed: jax.Array
-    flip: jax.Array
-
-
-def draw_signs(num_steps: jax.Array | int, worker: jax.Array | int, num_workers: int) -> SignDraw:
+def draw_signs(
+    num_steps: jax.Array | int, worker: jax.Array | int, num_workers: int
+) -> list[jax.Array]:
     """Draws random pairs of workers: two workers of a pair give a zero opposite signs.
+
+    Two numbers ``uint32[]`` for `random_signs`: a seed, the same on every worker, and all ones for one
+    worker of a pair, 0 for the other.
 
     Args:
       num_steps: ``int32[]``, steps taken before.
@@ -544,12 +537,13 @@ def draw_signs(num_steps: jax.Array | int, worker: jax.Array | int, num_workers:
     mine = mix(jnp.asarray(worker, jnp.uint32) ^ drawn)
     all_ = mix(jnp.arange(num_workers, dtype=jnp.uint32) ^ drawn)
     rank = jnp.sum(all_ < mine, dtype=jnp.uint32)
-    return SignDraw(
-        *xla.materialized(jnp.stack([_seed(num_steps, _ZEROS), jnp.uint32(0) - (rank & 1)]))
-    )
+    drawn = jnp.stack([_seed(num_steps, _ZEROS), jnp.uint32(0) - (rank & 1)])
+    return list(xla.materialized(drawn))
 
 
-def random_signs(first_word: jax.Array | int, words: int, drawn: SignDraw) -> jax.Array:
+def random_signs(
+    first_word: jax.Array | int, words: int, seed: jax.Array, flip: jax.Array
+) -> jax.Array:
     """Random signs of exact zeros in codes without a zero, for each element of one worker.
 
     The bit of a zero must be independent of the bit of a tie. Otherwise, when one worker votes and the
@@ -559,12 +553,13 @@ def random_signs(first_word: jax.Array | int, words: int, drawn: SignDraw) -> ja
     Args:
       first_word: as `tie_bits`.
       words: as `tie_bits`.
-      drawn: of this worker and step.
+      seed: as `draw_signs` has drawn it for this worker and step.
+      flip: likewise.
 
     Returns:
       ``uint32[words]``.
     """
-    return _hashed(first_word, words, drawn.seed) ^ drawn.flip
+    return _hashed(first_word, words, seed) ^ flip
 
 
 def lane_bits(num_steps: jax.Array | int) -> jax.Array:

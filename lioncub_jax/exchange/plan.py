@@ -49,7 +49,7 @@ class Exchange(NamedTuple):
     matrices: tuple[Matrices, ...] | None = None
 
     @property
-    def shares(self) -> bool:
+    def joins_leaves(self) -> bool:
         """True where leaves are joined to rows first: of a group, or of whole matrices."""
         return bool(self.group) or self.matrices is not None
 
@@ -177,10 +177,9 @@ def make_plan(exchange: Exchange, leaves: Sequence[Any], num_workers: int, devic
     decision, mesh = exchange.decision, jax.sharding.get_abstract_mesh()
     # Numbers of an exchange may be traced, so the components without them are what is remembered.
     nothing: Any = None
-    parts = exchange._replace(momentum_rule=nothing, decision=nothing)
-    codec = decision.reply_codec
+    fixed = exchange._replace(momentum_rule=nothing, decision=nothing)
     facts = num_workers, devices, mesh, xla.for_tpu()
-    return _planned(parts, codec, decision.has_state, types, *facts)
+    return _planned(fixed, decision.reply_codec, decision.has_state, types, *facts)
 
 
 @functools.lru_cache(maxsize=64)
@@ -228,7 +227,7 @@ def bucket_leaves(
     ``over``: for each leaf the mesh axes over which it varies.
     """
     limit = exchange.bucket_size
-    if not exchange.shares:
+    if not exchange.joins_leaves:
         return (), layout.buckets(leaves, num_workers, limit, over)
     shared: Sequence[BucketLayout | Deal]
     if exchange.matrices is None:

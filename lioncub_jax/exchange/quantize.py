@@ -27,7 +27,7 @@ from lioncub_jax.exchange import bits, layout, xla
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.checks import check_floating, check_number
 from lioncub_jax.exchange.matrices import Deal
-from lioncub_jax.exchange.wires import LARGEST_BFLOAT16, BucketCodes, Format
+from lioncub_jax.exchange.wires import LARGEST_BFLOAT16, Coded, Format
 
 __all__ = [
     "Codec",
@@ -63,16 +63,6 @@ GAUSSIAN_STEP = {
 LEAST = 2.0**-126  # CPUs take smaller numbers for 0
 
 
-class Rounding(NamedTuple):
-    """Stochastic rounding; built by `stochastic`.
-
-    Attributes:
-      seed: of the random key.
-    """
-
-    seed: int
-
-
 class Codec(NamedTuple):
     """A map from values to codes: of votes, which are counted, or of values, which are decoded.
 
@@ -80,13 +70,13 @@ class Codec(NamedTuple):
       max_code: ``num_workers -> largest code``; raises ``ValueError`` if the sum over so many workers does
         not fit.
       encode: ``(float32[rows, 128], Context) -> Coded``, of a piece.
-      finish: ``(Coded, Context) -> BucketCodes``, of a whole bucket: what takes a pass over words takes
-        little time for all pieces at once, and a compiler's time for each of them.
+      finish: ``(Coded, Context) -> Coded``, of a whole bucket: what takes a pass over words takes little
+        time for all pieces at once, and a compiler's time for each of them.
       decode: ``(codes, scales) -> float32[..., rows, 128]`` of codes, or dense values, of that shape, and
         scales ``[..., rows]``. None for votes.
       midtread: the middle code is zero.
       dense: dtype of values that travel as they are, without codes; else None.
-      rounding: stochastic, or None for the nearest code.
+      rounding: the seed of stochastic rounding, or None for the nearest code.
       uses_leaf_mean: ``encode`` needs the mean magnitude of whole leaves.
       error_dtype: dtype of the error that a worker keeps (error feedback), or None.
       keep: the share of the error that is kept.
@@ -94,12 +84,12 @@ class Codec(NamedTuple):
     """
 
     max_code: Callable[[int], int]
-    encode: Callable[[jax.Array, "Context"], "Coded"]
-    finish: Callable[["Coded", "Context"], BucketCodes]
+    encode: Callable[[jax.Array, "Context"], Coded]
+    finish: Callable[[Coded, "Context"], Coded]
     decode: Callable[..., jax.Array] | None = None
     midtread: bool = False
     dense: np.dtype | None = None
-    rounding: Rounding | None = None
+    rounding: int | None = None
     uses_leaf_mean: bool = False
     error_dtype: np.dtype | None = None
     keep: float = 1.0
@@ -166,7 +156,7 @@ class Context(NamedTuple):
     noise: jax.Array | None = None
     leaf_mean: jax.Array | None = None
 
-    def in_chunks(self, x: jax.Array) -> jax.Array:
+    def in_chunks(self, x: Any) -> jax.Array:
         """``[chunks rows, ...]`` as ``[chunks, rows, ...]``."""
         return x.reshape(self.num_chunks, -1, *x.shape[1:])
 
@@ -190,20 +180,6 @@ class Context(NamedTuple):
         return self.in_chunks(drawn)
 
 
-class Coded(NamedTuple):
-    """Codes of one worker about a piece; those of all pieces are joined, and `Codec.finish` takes them.
-
-    Attributes:
-      planes: ``uint32[words]`` each: plane k has bit k of every code; then other bits.
-      scales: ``bfloat16[rows]``, the scale of each row, or None where it stays at the worker.
-      by_row: ``bool[rows]`` each, facts about rows.
-    """
-
-    planes: list[jax.Array]
-    scales: jax.Array | None = None
-    by_row: Sequence[jax.Array] = ()
-
-
 class Quantizer(NamedTuple):
     """A quantizer; built by the functions of this module.
 
@@ -221,7 +197,7 @@ class Quantizer(NamedTuple):
         return f"<{type(self).__name__} {self.name}>"
 
 
-def stochastic(seed: int = 0) -> Rounding:
+def stochastic(seed: int = 0) -> int:
     """Rounds up or down at random, right on average where nothing is clipped.
 
     The random key is derived from the seed, the step, the worker and the leaf, so workers err
@@ -236,7 +212,7 @@ def stochastic(seed: int = 0) -> Rounding:
       'midrise(4, stochastic)'
     """
     check_number(f"seed={seed!r}", seed, lambda seed: True, "give a whole number", int)
-    return Rounding(seed)
+    return seed
 
 
 def sign() -> Quantizer:
@@ -255,7 +231,7 @@ def sign() -> Quantizer:
     return midrise(1)._replace(name="sign")
 
 
-def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
+def midrise(p: int, *, rounding: int | None = None) -> Quantizer:
     """``p`` bits: ``2**p`` evenly spaced levels, none of them zero.
 
     ``q = 2**(p-1) + floor(x / scale)`` of a positive x, at most ``2**p - 1``; -x has the mirrored code,
@@ -291,12 +267,12 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
             level = jnp.floor(_divided(x, scale) + (middle - 0.5) + context.noise)
             level = jnp.clip(level, 0, max_code).astype(jnp.uint32)
             q = jnp.where(x == 0, middle - 1 + zeros, level)
-        return Coded(_packed(q, p, context), scale.astype(jnp.bfloat16), [mean > 0, finite])
+        return Coded(_packed(q, p, context), scale.astype(jnp.bfloat16), mean > 0, finite)
 
-    def finish(coded: Coded, context: Context) -> BucketCodes:
-        voted, finite = coded.by_row
-        voted = bits.pack_rows(context.in_chunks(voted)).reshape(-1)
-        return BucketCodes(coded.planes, voted, coded.scales, jnp.all(finite))
+    def finish(coded: Coded, context: Context) -> Coded:
+        assert coded.finite is not None
+        voted = bits.pack_rows(context.in_chunks(coded.voted)).reshape(-1)
+        return coded._replace(voted=voted, finite=jnp.all(coded.finite))
 
     def vote(x: jax.Array, context: Context) -> Coded:
         return encode(x, context)._replace(scales=None)
@@ -311,7 +287,7 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     return Quantizer(_name("midrise", p, rounding), votes, values)
 
 
-def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
+def integer(p: int = 8, *, rounding: int | None = None) -> Quantizer:
     """Lion Cub's ``p``-bit codes, scaled so that their sum over the workers fits in ``p`` bits.
 
     Signed codes ``q - s = clip(round(x / mean|x| * s / 2), -s, s)`` with ``s = floor((2**(p-1) -
@@ -362,7 +338,7 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
     return Quantizer(_name("integer", p, rounding), codec)
 
 
-def ternary(*, rounding: Rounding | None = None) -> Quantizer:
+def ternary(*, rounding: int | None = None) -> Quantizer:
     """The exact sign: -1, 0 or +1 in two bits, so that a zero is a zero vote and a tie stays a tie.
 
     Args:
@@ -389,11 +365,11 @@ def ternary(*, rounding: Rounding | None = None) -> Quantizer:
     def max_code(num_workers: int) -> int:
         return 2
 
-    name = "ternary(stochastic)" if rounding else "ternary"
+    name = "ternary" if rounding is None else "ternary(stochastic)"
     return Quantizer(name, Codec(max_code, encode, _with_flaws, midtread=True, rounding=rounding))
 
 
-def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
+def levels(p: int, *, rounding: int | None = None) -> Quantizer:
     """QSGD's ``p``-bit codes: a sign and ``s = 2**(p-1) - 1`` levels of the largest of each row.
 
     Signed codes ``q - s = clip(round(x / scale), -s, s)``. The scale travels: ``max|x| / s``, rounded up to
@@ -463,10 +439,11 @@ def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
 
     def encode(x: jax.Array, context: Context) -> Coded:
         words = bits.saturated(x, dtype).view(jnp.uint32).reshape(-1)
-        return Coded([words], by_row=[jnp.all(jnp.isfinite(x), axis=1)])
+        return Coded([words], finite=jnp.all(jnp.isfinite(x), axis=1))
 
-    def finish(coded: Coded, context: Context) -> BucketCodes:
-        return BucketCodes(coded.planes, None, None, jnp.all(coded.by_row[0]))
+    def finish(coded: Coded, context: Context) -> Coded:
+        assert coded.finite is not None
+        return coded._replace(finite=jnp.all(coded.finite))
 
     def decode(values: jax.Array, scales: jax.Array | None) -> jax.Array:
         values = values.astype(jnp.float32)
@@ -679,8 +656,8 @@ def _product(rows: jax.Array, matrix: jax.Array) -> jax.Array:
 # --- Helpers
 
 
-def _name(make: str, p: int, rounding: Rounding | None) -> str:
-    return f"{make}({p}, stochastic)" if rounding else f"{make}({p})"
+def _name(make: str, p: int, rounding: int | None) -> str:
+    return f"{make}({p})" if rounding is None else f"{make}({p}, stochastic)"
 
 
 def _decoder(max_code: int) -> Callable[..., jax.Array]:
@@ -704,14 +681,14 @@ def _signs(x: jax.Array, context: Context) -> Coded:
     return Coded(_packed(jnp.where(jnp.isfinite(x), fields, 1), 2, context))
 
 
-def _voted_signs(coded: Coded, context: Context) -> BucketCodes:
+def _voted_signs(coded: Coded, context: Context) -> Coded:
     positive, marks = coded.planes
     assert context.zero_signs is not None
     finite = jnp.all(positive & ~marks == 0)
     planes = bits.with_zero_signs([positive], marks, context.zero_signs)
     words = context.in_chunks(marks)
     voted = bits.any_in_rows(words, words.shape[1] // bits.WORDS_PER_ROW)
-    return BucketCodes(planes, voted.reshape(-1), None, finite)
+    return Coded(planes, None, voted.reshape(-1), finite)
 
 
 def _midtread(codes: jax.Array, x: jax.Array, p: int, context: Context) -> Coded:
@@ -719,9 +696,9 @@ def _midtread(codes: jax.Array, x: jax.Array, p: int, context: Context) -> Coded
     return Coded(_packed(fields, p + 1, context))
 
 
-def _with_flaws(coded: Coded, context: Context) -> BucketCodes:
+def _with_flaws(coded: Coded, context: Context) -> Coded:
     *planes, not_finite = coded.planes
-    return BucketCodes(planes, None, coded.scales, jnp.all(not_finite == 0))
+    return Coded(planes, coded.scales, finite=jnp.all(not_finite == 0))
 
 
 def _divided(x: jax.Array, scale: jax.Array) -> jax.Array:

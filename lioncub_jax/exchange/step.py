@@ -69,11 +69,11 @@ from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW, at_least_float3
 from lioncub_jax.exchange.layout import Piece
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.plan import BucketPlan, Exchange, Plan
-from lioncub_jax.exchange.quantize import Codec, Coded, Context, rotated_back
+from lioncub_jax.exchange.quantize import Codec, Context, rotated_back
 from lioncub_jax.exchange.votes import Decision
 from lioncub_jax.exchange.wires import (
-    BucketCodes,
     BucketStats,
+    Coded,
     Message,
     Reply,
     addressed,
@@ -81,13 +81,6 @@ from lioncub_jax.exchange.wires import (
     publish,
 )
 from lioncub_jax.mesh import axes
-
-
-class WorkerState(NamedTuple):
-    """State of a worker: for each leaf ``mu`` and ``e``, arrays or None."""
-
-    mu: list[Any]
-    error: list[Any]
 
 
 class PieceInput(NamedTuple):
@@ -116,7 +109,8 @@ class StepResult(NamedTuple):
     Attributes:
       updates: ``u`` of each leaf by index, the same on every worker; in a group ``[devices, rows, 128]``,
         the parts of all of its devices. A leaf without elements has none.
-      state: the next ``mu`` and ``e`` of each leaf.
+      mu: the next one of each leaf, or None.
+      error: likewise, ``e``.
       owner_states: for each bucket the next ``s`` and ``f`` of the rows on which this worker decides: of
         its chunk; of all rows if the wire is not ``sharded``. () for decisions without state. Counters
         have moved even if no worker participates: `transform.with_counters` undoes that, once the count of
@@ -126,7 +120,8 @@ class StepResult(NamedTuple):
     """
 
     updates: dict[int, jax.Array]
-    state: WorkerState
+    mu: list[Any]
+    error: list[Any]
     owner_states: list[optax.OptState]
     stats: list[BucketStats]
     participates: list[jax.Array]
@@ -136,7 +131,8 @@ def step(
     exchange: Exchange,
     plan: Plan,
     grads: Sequence[jax.Array],
-    state: WorkerState,
+    mu: Sequence[Any],
+    error: Sequence[Any],
     owner_states: Sequence[optax.OptState],
     abstain: jax.Array | None,
 ) -> StepResult:
@@ -146,31 +142,32 @@ def step(
       exchange: its components.
       plan: this worker's index, and the places of its leaves in buckets.
       grads: ``g`` of each leaf; varies over the workers.
-      state: ``mu`` and ``e`` of each leaf, None where there is none; varies over the workers.
+      mu: of each leaf, None where there is none; varies over the workers.
+      error: likewise, ``e``.
       owner_states: for each bucket ``s`` and ``f`` of the rows on which this worker decides; () for
         decisions without state.
       abstain: ``bool[]``, True to abstain; or None.
     """
     if plan.num_workers == 1:
-        return single_worker_step(exchange, plan, grads, state, owner_states, abstain)
+        return single_worker_step(exchange, plan, grads, mu, error, owner_states, abstain)
     rule, codec = exchange.momentum_rule, exchange.message_codec
 
     # All buckets are encoded before one is sent: a NaN in the last may keep this worker out of the first.
     inputs, coded, joined = [], [], []  # of each bucket; the first two for each piece
     starts = [first_blocks(plan, bucket) for bucket in plan.buckets]
     for bucket, own_starts in zip(plan.buckets, starts, strict=True):
-        inputs.append([piece_input(plan, rule, piece, grads, state) for piece in bucket.pieces])
-        each, whole = encode(codec, plan, bucket, own_starts, inputs[-1])
+        own = [piece_input(plan, rule, piece, grads, mu, error) for piece in bucket.pieces]
+        each, whole = encode(codec, plan, bucket, own_starts, [x.rows for x in own])
+        inputs.append(own)
         coded.append(each)
         joined.append(whole)
-    waits = plan.for_tpu or any(x is not None for x in state.mu)
+    waits = plan.for_tpu or any(x is not None for x in mu)
     participates = participation(plan, joined, coded if waits else (), abstain)
 
     updates: dict[int, jax.Array] = {}
-    mu: dict[int, jax.Array] = {}
-    error: dict[int, jax.Array] = {}
-    new_owner_states, stats = [], []
-    of_leaf = jax.jit(partial(error_of_leaf, codec, plan), static_argnums=(0, 1))
+    # A leaf without elements is in no bucket, and stays.
+    new_mu, new_error, new_owner_states, stats = list(mu), list(error), [], []
+    of_leaf = jax.jit(partial(error_of_leaf, codec), static_argnums=(0, 1))
     for k, bucket in enumerate(plan.buckets):
         here = participates[k]
         message = addressed(joined[k], bucket.message, here)
@@ -180,26 +177,19 @@ def step(
 
         decoded = decode(exchange.decision, bucket, starts[k], replies)
         num_chunks = bucket.layout.packed_chunks
-        for own, own_codes, u in zip(inputs[k], coded[k], decoded, strict=True):
-            updates |= split_update(plan, own.piece, u)
+        for x, codes, u in zip(inputs[k], coded[k], decoded, strict=True):
+            updates |= split_update(plan, x.piece, u)
             with jax.named_scope("lioncub.remember"):
                 # A coded sync keeps no error apart from mu, which becomes u + e.
-                if own.error is not None:
-                    error |= store_error(
-                        own, of_leaf, codec, plan, num_chunks, own_codes, state.error, here
-                    )
-                if own.momentum is not None:
+                if x.error is not None:
+                    store_error(x, of_leaf, codec, plan, num_chunks, codes, here, new_error)
+                if x.momentum is not None:
                     if rule.synchronizes:
-                        new_mu = synced_momentum(own, u, codec, plan, num_chunks, own_codes)
+                        new = synced_momentum(x, u, codec, plan, num_chunks, codes)
                     else:
-                        new_mu = rule.update(own.gradient, own.momentum)
-                    mu |= store(plan, own.piece, own.momentum, new_mu, state.mu, here)
-
-    # A leaf without elements is in no bucket, and stays.
-    all_mu = [mu.get(i, old) for i, old in enumerate(state.mu)]
-    all_errors = [error.get(i, old) for i, old in enumerate(state.error)]
-    new_state = WorkerState(all_mu, all_errors)
-    return StepResult(updates, new_state, new_owner_states, stats, participates)
+                        new = rule.update(x.gradient, x.momentum)
+                    store(plan, x.piece, x.momentum, new, here, new_mu)
+    return StepResult(updates, new_mu, new_error, new_owner_states, stats, participates)
 
 
 def exchange_bucket(
@@ -209,7 +199,7 @@ def exchange_bucket(
     wire = exchange.wire
     received = collect(wire, message, bucket.message, exchange.axis)
     with jax.named_scope("lioncub.decide"):
-        context = decide_context(exchange.message_codec, plan, bucket, wire.sharded)
+        context = decision_context(exchange.message_codec, plan, bucket, wire.sharded)
         reply, owner_state = exchange.decision.decide(received, context, owner_state)
     replies = publish(wire, reply, bucket.reply, exchange.axis, exchange.group)
     return replies, owner_state
@@ -219,7 +209,8 @@ def single_worker_step(
     exchange: Exchange,
     plan: Plan,
     grads: Sequence[jax.Array],
-    state: WorkerState,
+    mu: Sequence[Any],
+    error: Sequence[Any],
     owner_states: Sequence[optax.OptState],
     abstain: jax.Array | None,
 ) -> StepResult:
@@ -232,14 +223,15 @@ def single_worker_step(
       exchange: its components.
       plan: the places of its leaves.
       grads: ``g`` of each leaf.
-      state: ``mu`` and ``e`` of each leaf; errors of earlier codes are added in full.
+      mu: of each leaf.
+      error: of each leaf, ``e``; errors of earlier codes are added in full.
       owner_states: for each bucket the owner's state; () for decisions without state.
       abstain: ``bool[]``, True to abstain; or None.
     """
     rule, decision, axis = exchange.momentum_rule, exchange.decision, exchange.axis
     values, abstains = [], jnp.zeros((), bool) if abstain is None else abstain
-    for g, mu, e in zip(grads, state.mu, state.error, strict=True):
-        values.append(plus_error(rule.interpolate(g, mu), e))
+    for g, m, e in zip(grads, mu, error, strict=True):
+        values.append(plus_error(rule.interpolate(g, m), e))
     abstains = axes.any_over_shards(abstains | ~axes.all_finite(values), axis)
     present = 1 - abstains.astype(jnp.uint32)
 
@@ -247,7 +239,7 @@ def single_worker_step(
     if decision.has_state:
         for k, bucket in enumerate(plan.buckets):
             rows = layout.join_bucket(values, bucket.layout)
-            context = decide_context(exchange.message_codec, plan, bucket, sharded=False)
+            context = decision_context(exchange.message_codec, plan, bucket, sharded=False)
             rows, new_owner_states[k] = decision.decide_locally(
                 rows, present, context, owner_states[k]
             )
@@ -255,23 +247,21 @@ def single_worker_step(
                 decided[i] = x
 
     updates, new_mu, new_error = {}, [], []
-    for i, (g, mu, e) in enumerate(zip(grads, state.mu, state.error, strict=True)):
+    for i, (g, m, e) in enumerate(zip(grads, mu, error, strict=True)):
         u = jnp.where(abstains, 0, decision.reply_codec.local_update(decided[i]))
         u = axes.same_everywhere(u, axis)
         updates[i] = wires.from_group(u, exchange.group) if exchange.group else u
-        if mu is not None:
-            new = decided[i] if rule.synchronizes else rule.update(g, mu)
-            mu = jnp.where(abstains, mu, saturated(new, mu.dtype))
-        new_mu.append(mu)
+        if m is not None:
+            new = decided[i] if rule.synchronizes else rule.update(g, m)
+            m = jnp.where(abstains, m, saturated(new, m.dtype))
+        new_mu.append(m)
         new_error.append(None if e is None else jnp.where(abstains, e, 0))
 
     present = axes.same_everywhere(present, axis)
     stats = BucketStats(jnp.zeros(1, jnp.uint32), (), present)
-    num_buckets = len(plan.buckets)
-    state = WorkerState(new_mu, new_error)
-    return StepResult(
-        updates, state, new_owner_states, [stats] * num_buckets, [~abstains] * num_buckets
-    )
+    flags = [~abstains] * len(plan.buckets)
+    each = [stats] * len(plan.buckets)
+    return StepResult(updates, new_mu, new_error, new_owner_states, each, flags)
 
 
 def plus_error(direction: jax.Array, error: jax.Array | None) -> jax.Array:
@@ -285,32 +275,33 @@ def plus_error(direction: jax.Array, error: jax.Array | None) -> jax.Array:
 
 
 def piece_input(
-    plan: Plan, rule: MomentumRule, piece: Piece, grads: Sequence[jax.Array], state: WorkerState
-) -> PieceInput:
+    plan: Plan, rule: MomentumRule, piece: Piece, grads: Sequence[jax.Array], mu: Sequence[Any],
+    error: Sequence[Any],
+) -> PieceInput:  # fmt: skip
     """``c`` of a piece, of ``g`` and ``mu`` of all leaves; and ``c + e`` in rows."""
-    g, mu, e = [layout.join_piece(x, piece) for x in (grads, state.mu, state.error)]
-    c = rule.interpolate(g, mu)
+    g, m, e = [layout.join_piece(x, piece) for x in (grads, mu, error)]
+    c = rule.interpolate(g, m)
     with jax.named_scope("lioncub.pack"):
         if plan.for_tpu and layout.lies_in_rows(piece):
             # Computed again, in rows: the kernel that packs then reads g, mu and e as they lie in memory.
             in_rows = []
-            for x in (g, mu, e):
+            for x in (g, m, e):
                 in_rows.append(None if x is None else layout.piece_to_rows(x, piece))
-            own_g, own_mu, own_e = xla.recomputed(in_rows)
-            rows = plus_error(rule.interpolate(own_g, own_mu), own_e).astype(jnp.float32)
+            g_rows, m_rows, e_rows = xla.recomputed(in_rows)
+            rows = plus_error(rule.interpolate(g_rows, m_rows), e_rows).astype(jnp.float32)
         else:
             rows = layout.piece_to_rows(plus_error(c, e).astype(jnp.float32), piece)
-    return PieceInput(piece, g, mu, e, direction=c, rows=rows)
+    return PieceInput(piece, g, m, e, direction=c, rows=rows)
 
 
 @jax.named_scope("lioncub.pack")
 def encode(
     codec: Codec, plan: Plan, bucket: BucketPlan, starts: Sequence[jax.Array],
-    inputs: Sequence[PieceInput],
-) -> tuple[list[Coded], BucketCodes]:  # fmt: skip
-    """``q = Q(c + e)`` of each piece of a bucket, and all of them joined."""
-    pieces, rows, rounding = bucket.pieces, [x.rows for x in inputs], codec.rounding
-    whole = encode_context(codec, plan, bucket, rows[0])
+    rows: Sequence[jax.Array],
+) -> tuple[list[Coded], Coded]:  # fmt: skip
+    """``q = Q(c + e)`` of each piece of a bucket, and of the whole bucket."""
+    pieces, seed = bucket.pieces, codec.rounding
+    whole = bucket_context(codec, plan, bucket, rows[0])
     means: Sequence[jax.Array | None] = [None] * len(pieces)
     if codec.uses_leaf_mean:
         means = leaf_means(plan, bucket, rows)
@@ -328,22 +319,23 @@ def encode(
             row_sizes=None if sizes is None else sizes[first:][:size],
             zero_signs=whole.zero_signs,
             start=starts[k] if len(pieces) > 1 else None,
-            noise=None if rounding is None else noise(rounding.seed, plan, bucket, piece),
+            noise=None if seed is None else noise(seed, plan, bucket, piece),
             leaf_mean=means[k],
         )
         coded.append(each)
-    all_pieces = jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *coded)
-    return coded, codec.finish(all_pieces, whole)
+    joined = codec.finish(jax.tree.map(lambda *each: jnp.concatenate(each), *coded), whole)
+    num_planes = bucket.message.planes  # of codes; behind them are facts about elements
+    return [x._replace(planes=x.planes[:num_planes]) for x in coded], joined
 
 
-def encode_context(codec: Codec, plan: Plan, bucket: BucketPlan, rows: jax.Array) -> Context:
+def bucket_context(codec: Codec, plan: Plan, bucket: BucketPlan, rows: jax.Array) -> Context:
     """Facts that the codec needs about a bucket, whose values begin with ``rows``."""
     layout = bucket.layout
     draw = bits.draw_signs(plan.num_steps, plan.worker, plan.num_workers)
     if plan.abstains_per_bucket:
         # XLA fuses kernels with a common operand, and the first bucket would wait for the last gradient. So
         # each bucket has its own copy.
-        draw = bits.SignDraw(*[xla.delayed_by(x, rows[0, 0]) for x in draw])
+        draw = [xla.delayed_by(x, rows[0, 0]) for x in draw]
     first_word = (layout.first_row + bucket.shard * layout.total_rows) * WORDS_PER_ROW
     words = sum(piece.rows for piece in bucket.pieces) * WORDS_PER_ROW
     return Context(
@@ -354,7 +346,7 @@ def encode_context(codec: Codec, plan: Plan, bucket: BucketPlan, rows: jax.Array
         row_sizes=bucket.row_sizes,
         first_word=jnp.asarray(first_word, jnp.uint32),
         worker=plan.worker,
-        zero_signs=xla.materialized(bits.random_signs(first_word, words, draw)),
+        zero_signs=xla.materialized(bits.random_signs(first_word, words, *draw)),
     )
 
 
@@ -403,7 +395,7 @@ def sums_of_leaves(x: jax.Array, piece: Piece) -> jax.Array:
 
 
 def participation(
-    plan: Plan, joined: Sequence[BucketCodes], behind: Sequence[Sequence[Coded]],
+    plan: Plan, joined: Sequence[Coded], behind: Sequence[Sequence[Coded]],
     abstain: jax.Array | None,
 ) -> list[jax.Array]:  # fmt: skip
     """``bool[]`` for each bucket: all values are finite on all devices of the worker, and not ``abstain``.
@@ -413,10 +405,10 @@ def participation(
     momentum can be overwritten in place. What is not known of rows is known of planes.
     """
 
-    def participates(joined: Sequence[BucketCodes], behind: Sequence[Sequence[Coded]]) -> jax.Array:
+    def participates(joined: Sequence[Coded], behind: Sequence[Sequence[Coded]]) -> jax.Array:
         abstains = jnp.zeros((), bool) if abstain is None else abstain
-        words = [x.planes[0][0] for each in behind for x in each if x.by_row]
-        flags = [*[x.finite for x in joined], ~abstains]
+        words = [x.planes[0][0] for each in behind for x in each if x.finite is not None]
+        flags: list[Any] = [*[x.finite for x in joined], ~abstains]
         return ~axes.any_over_shards(~xla.all_delayed_by(flags, words), plan.axis)
 
     if plan.abstains_per_bucket:
@@ -427,7 +419,7 @@ def participation(
 # --- Decide
 
 
-def decide_context(codec: Codec, plan: Plan, bucket: BucketPlan, sharded: bool) -> Context:
+def decision_context(codec: Codec, plan: Plan, bucket: BucketPlan, sharded: bool) -> Context:
     """The rows of a bucket on which this worker decides: its chunk if ``sharded``, else all."""
     places, sizes = bucket.layout, bucket.row_sizes
     num_chunks, first = plan.num_workers, jnp.uint32(0)
@@ -516,56 +508,54 @@ def synced_momentum(
 ) -> jax.Array:
     """``mu = u + e`` of a piece, after a sync in codes."""
     exact = at_least_float32(layout.piece_to_rows(plus_error(x.direction, x.error), x.piece))
-    error = next_error(codec, plan, num_chunks, coded, exact)
+    error = next_error(codec, num_chunks, plan.num_steps, coded, exact)
     return layout.rows_to_piece(error + u.reshape(exact.shape), x.piece)
 
 
 def next_error(
-    codec: Codec, plan: Plan, num_chunks: int, coded: Coded, exact: jax.Array
+    codec: Codec, num_chunks: int, num_steps: jax.Array, coded: Coded, exact: jax.Array
 ) -> jax.Array:
     """``e = keep (c + e - dequantize(q))``, of the rows ``c + e`` of a piece. Padding may hold anything."""
     assert codec.decode is not None and coded.scales is not None
     scales = coded.scales.reshape(num_chunks, -1)
-    code_bits = codec.max_code(plan.num_workers).bit_length()
-    planes = [plane.reshape(len(scales), -1) for plane in coded.planes[:code_bits]]
+    planes = [plane.reshape(num_chunks, -1) for plane in coded.planes]
     rows = codec.decode(bits.unpack(planes, scales.shape[1]), scales)
     if codec.rotates:
-        rows = rotated_back(rows, plan.num_steps)
+        rows = rotated_back(rows, num_steps)
     error = exact - rows.reshape(exact.shape).astype(exact.dtype)
     return error if codec.keep == 1 else codec.keep * error
 
 
 def store_error(
     x: PieceInput, of_leaf: Callable[..., jax.Array], codec: Codec, plan: Plan, num_chunks: int,
-    coded: Coded, leaves: Sequence[jax.Array], participates: jax.Array,
-) -> dict[int, jax.Array]:  # fmt: skip
-    """The new error of each leaf of a piece, as `store`; ``of_leaf`` is `error_of_leaf`, traced once."""
+    coded: Coded, participates: jax.Array, leaves: list[Any],
+) -> None:  # fmt: skip
+    """Puts the new error of a piece into ``leaves``, as `store`; ``of_leaf``: `error_of_leaf`, jitted."""
     assert x.error is not None and coded.scales is not None
     if x.piece.joined:
         exact = plus_error(x.direction, x.error)
-        error = next_error(codec, plan, num_chunks, coded, exact)
-        return store(plan, x.piece, x.error, error, leaves, participates)
+        error = next_error(codec, num_chunks, plan.num_steps, coded, exact)
+        store(plan, x.piece, x.error, error, participates, leaves)
+        return
     [s] = x.piece.segments
     sizes = plan.row_sizes[s.leaf]
     if sizes is not None:  # rows that fill the chunks of all workers have none
         sizes = layout.pad_rows(sizes, x.piece.rows)
     coded = Coded(coded.planes, coded.scales.astype(jnp.float32))
-    error = of_leaf(
+    leaves[s.leaf] = of_leaf(
         x.piece.kind, num_chunks, plan.num_steps, x.error, x.direction, coded, sizes, participates
     )
-    return {s.leaf: error}
 
 
 def error_of_leaf(
-    codec: Codec, plan: Plan, piece: Piece, num_chunks: int, num_steps: jax.Array, error: jax.Array,
+    codec: Codec, piece: Piece, num_chunks: int, num_steps: jax.Array, error: jax.Array,
     direction: jax.Array, coded: Coded, sizes: jax.Array | None, participates: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """The new error of a leaf, in its shape."""
-    plan = plan._replace(num_steps=num_steps)
 
     def new(error: jax.Array, direction: jax.Array, coded: Coded) -> jax.Array:
         exact = plus_error(layout.piece_to_rows(direction, piece), error)
-        made = next_error(codec, plan, num_chunks, coded, exact)
+        made = next_error(codec, num_chunks, num_steps, coded, exact)
         return saturated(layout.zero_padding(made, sizes), error.dtype)
 
     def old(error: jax.Array, direction: jax.Array, coded: Coded) -> jax.Array:
@@ -577,20 +567,16 @@ def error_of_leaf(
 
 
 def store(
-    plan: Plan, piece: Piece, old: jax.Array, new: jax.Array, leaves: Sequence[jax.Array],
-    participates: jax.Array,
-) -> dict[int, jax.Array]:  # fmt: skip
-    """The new momentum (or error) of each leaf of a piece, in its own dtype, by index.
+    plan: Plan, piece: Piece, old: jax.Array, new: jax.Array, participates: jax.Array,
+    leaves: list[Any],
+) -> None:  # fmt: skip
+    """Puts the new momentum (or error) of a piece into ``leaves``, where each keeps its dtype.
 
-    It is the old one if the worker abstains. ``old`` and ``new`` are arrays of the piece, ``leaves`` are
-    those of all leaves before the step.
+    It is the old one if the worker abstains. ``old`` and ``new`` are arrays of the piece.
     """
     dtypes = {leaves[s.leaf].dtype for s in piece.segments}
     if len(dtypes) == 1:  # one cast for the whole piece
         dtype = dtypes.pop()
         new, old = saturated(new, dtype), old.astype(dtype)
-    updated = layout.split_piece(jnp.where(participates, new, old), piece)
-    for i, x in updated.items():
-        x = layout.zero_padding(x, plan.row_sizes[i])
-        updated[i] = saturated(x, leaves[i].dtype)
-    return updated
+    for i, x in layout.split_piece(jnp.where(participates, new, old), piece).items():
+        leaves[i] = saturated(layout.zero_padding(x, plan.row_sizes[i]), leaves[i].dtype)

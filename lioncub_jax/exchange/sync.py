@@ -24,7 +24,7 @@ from lioncub_jax.exchange.layout import Flat
 from lioncub_jax.exchange.mapped import Holder, on_workers
 from lioncub_jax.exchange.plan import Exchange, plan_of_step
 from lioncub_jax.exchange.quantize import Codec
-from lioncub_jax.exchange.step import WorkerState, step
+from lioncub_jax.exchange.step import step
 from lioncub_jax.exchange.transform import init_owner_states
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
@@ -347,9 +347,9 @@ def _coded_mean_if(
         picked = jax.tree.leaves(_picked(jax.tree.unflatten(tree, old), mask))
         no_error = [None] * len(old)
         owned = [x.value for x in owner]
-        result = step(exchange, plan, picked, WorkerState(picked, no_error), owned, None)
+        result = step(exchange, plan, picked, picked, no_error, owned, None)
         new = []
-        for x, before in zip(result.state.mu, old, strict=True):
+        for x, before in zip(result.mu, old, strict=True):
             new.append(axes.varying(x, exchange.axis) if x.size else before)
         states = zip(result.owner_states, owner, strict=True)
         return new, tuple([Flat(s, before.bucket) for s, before in states])

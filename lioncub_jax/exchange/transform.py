@@ -24,7 +24,7 @@ from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.exchange.momentum import MomentumRule, forgotten
 from lioncub_jax.exchange.plan import Exchange, Plan, plan_of_step, plan_on_device
 from lioncub_jax.exchange.quantize import Codec, Quantizer
-from lioncub_jax.exchange.step import StepResult, WorkerState, step
+from lioncub_jax.exchange.step import StepResult, step
 from lioncub_jax.exchange.votes import Decision
 from lioncub_jax.exchange.wires import BucketStats, Wire
 from lioncub_jax.mesh import axes, placement
@@ -203,7 +203,7 @@ def init_state(exchange: Exchange, params: optax.Params) -> CommunicateState:
             # As gradients vary, from which buckets are made.
             params = axes.varying(params, (*exchange.axis, *group))
             owner = placement.on_shards(init_owner_states, (exchange, params))
-        if exchange.shares:
+        if exchange.joins_leaves:
             mu, error = placement.on_shards(init_shared, (exchange, params))
     return CommunicateState(jnp.zeros((), jnp.int32), mu, error, owner, zero_votes(exchange))
 
@@ -325,27 +325,27 @@ def take_step(
     tree: Any
     leaves, tree = jax.tree.flatten(updates)
     grads, group, shared = leaves, exchange.group, plan.shared
-    if exchange.shares:
+    if exchange.joins_leaves:
         rows = [join_shared(leaves, x) for x in shared]
         grads = [wires.mean_part(x, group) for x in rows] if group else rows
         layout.check_order([*state.mu, *state.error], [*shared, *shared])
-        kept = WorkerState([x.value for x in state.mu], [x.value for x in state.error])
+        kept = [x.value for x in state.mu], [x.value for x in state.error]
     else:
-        kept = WorkerState(tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error))
+        kept = tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error)
     owner_states: list[optax.OptState] = [() for _ in plan.buckets]
     owned = [x.layout for x in plan.buckets] if exchange.decision.has_state else []
     layout.check_order(state.owner, owned)
     if owned:
         owner_states = [x.value for x in state.owner]
 
-    result = step(exchange, plan, grads, kept, owner_states, abstain)
+    result = step(exchange, plan, grads, *kept, owner_states, abstain)
 
-    new, (mu, error) = result.updates, result.state
+    new, mu, error = result.updates, result.mu, result.error
     if share := exchange.momentum_rule.forget if plan.num_workers > 1 else None:
         here = jnp.all(jnp.array(result.participates, bool))
         kept_mu = zip(grads, mu, strict=True)
         mu = [jnp.where(here, forgotten(share, g, x), x) for g, x in kept_mu]
-    if exchange.shares:
+    if exchange.joins_leaves:
         new = split_shared(plan, new)
         state = state._replace(mu=flats(mu, shared), error=flats(error, shared))
     else:

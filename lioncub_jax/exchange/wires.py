@@ -48,19 +48,23 @@ CACHE_LINE, VECTOR = 32, 128  # words
 LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
 
 
-class BucketCodes(NamedTuple):
-    """Codes of one worker about a bucket, as `Codec.finish` makes them; `addressed` makes the message.
+class Coded(NamedTuple):
+    """Codes of one worker about a piece; or about a bucket: its pieces' joined, which `Codec.finish` takes.
 
     Attributes:
-      planes, voted, scales: as of `Message`, before they are padded; ``voted`` may be there for codes that
-        are decoded, and then is not sent.
-      finite: ``bool[]``: all values are.
+      planes: ``uint32[words]`` each: plane k has bit k of every code. Of a piece there may be more, with
+        facts about elements.
+      scales: ``bfloat16[rows]``, the scale of each row, or None where it stays at the worker.
+      voted: of a piece ``bool[rows]``, True where the worker votes; of a bucket ``uint32[blocks]``, a bit
+        for each row. None for codes with a zero, or where planes tell.
+      finite: of a piece ``bool[rows]``, True where all values are, or None where planes tell; of a bucket
+        ``bool[]``.
     """
 
     planes: list[jax.Array]
-    voted: jax.Array | None
-    scales: jax.Array | None
-    finite: jax.Array
+    scales: jax.Array | None = None
+    voted: jax.Array | None = None
+    finite: jax.Array | None = None
 
 
 class Message(NamedTuple):
@@ -206,7 +210,7 @@ def padded_size(words: int, multiple: int) -> int:
     return bits.round_up(words, multiple) if words >= 100 * VECTOR else words
 
 
-def addressed(codes: BucketCodes, fmt: Format, participates: jax.Array) -> Message:
+def addressed(codes: Coded, fmt: Format, participates: jax.Array) -> Message:
     """The message about a bucket, padded to W chunks.
 
     A worker that does not participate sends nothing that counts: codes for zero, no row with a vote, or
