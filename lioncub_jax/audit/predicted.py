@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.checks import check_kinds, refused_functions
 from lioncub_jax.exchange.layout import Flat
-from lioncub_jax.exchange.mapped import MappedTransform
+from lioncub_jax.exchange.mapped import jitted_init, state_specs
 from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.placement import Workers, check_workers
@@ -123,9 +123,9 @@ def of(
     check_split(params)
     cut = workers.param_specs(params, specs)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    mapped = MappedTransform(optax.with_extra_args_support(tx), workers)
-    state = mapped.jitted_init(shapes, cut).eval_shape(shapes)
-    ways = _ways(_traced_update(mapped, shapes, cut, state), workers)
+    tx = optax.with_extra_args_support(tx)
+    state = jitted_init(tx, workers, shapes, cut).eval_shape(shapes)
+    ways = _ways(_traced_update(tx, workers, shapes, cut, state), workers)
     # Of each way that a step can go.
     sent = [_sum_bytes(way, workers, between=True) for way in ways]
     usual = ways[sent.index(min(sent))]
@@ -145,30 +145,31 @@ def of(
 
 
 def _traced_update(
-    mapped: MappedTransform, params: optax.Params, specs: Specs, state: optax.OptState
-) -> Jaxpr:
+    tx: optax.GradientTransformationExtraArgs, workers: Workers, params: optax.Params, specs: Specs,
+    state: optax.OptState,
+) -> Jaxpr:  # fmt: skip
     """The program of an update on a worker, by shapes.
 
     Raises:
       ValueError: for an update that differs between workers, or state that all hold and that does.
     """
-    tx, workers, found = mapped.tx, mapped.workers, []
-    layout, refused = mapped.layout(params, specs), refused_functions(tx)
+    lie, refused = state_specs(tx, workers, params, specs), refused_functions(tx)
+    found = []
 
     def update(grads: optax.Updates, state: optax.OptState, params: optax.Params) -> Any:
         return tx.update(grads, state, params, grad=grads, **refused)
 
     def on_worker(grads: optax.Updates, state: optax.OptState, params: optax.Params) -> jax.Array:
         grads = jax.tree.map(lambda x: x[0], grads)
-        state = workers.stack(state, layout.specs, undo=True)
+        state = workers.stack(state, lie, undo=True)
         found.append(jax.jit(update).trace(grads, state, params).jaxpr.jaxpr)
         return jnp.zeros(())  # by a result with a spec JAX knows an Explicit mesh
 
     grads = jax.tree.map(lambda x: x.update(shape=(workers.num_gradients, *x.shape)), params)
-    in_specs = stacked(specs, workers.axes), layout.specs, specs
+    in_specs = stacked(specs, workers.axes), lie, specs
     jax.eval_shape(workers.map(on_worker, in_specs, P(), typed=True), grads, state, params)
     differences = Differences(workers)
-    held = [axes_of(x[0]) if workers.stacks(x) else () for x in jax.tree.leaves(layout.specs)]
+    held = [axes_of(x[0]) if workers.stacks(x) else () for x in jax.tree.leaves(lie)]
     num_params = len(jax.tree.leaves(params))
     over = [workers.axes] * num_params + held + [()] * num_params
     results = differences.results(found[0], [*map(differences.over, over)])

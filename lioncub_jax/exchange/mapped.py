@@ -17,7 +17,7 @@ import enum
 import functools
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,20 +76,8 @@ _REFUSED = {  # around an exchange
 }
 
 
-class StateLayout(NamedTuple):
-    """Layout of a state: trees like it.
-
-    Attributes:
-      specs: how each array lies on the mesh.
-      holders: who holds it, a `Holder`.
-    """
-
-    specs: Specs
-    holders: Any
-
-
-def layout_on_worker(state: optax.OptState, params: optax.Params, over: Axes) -> StateLayout:
-    """Layout of a first state, inside a ``shard_map`` over the workers' axes ``over``.
+def specs_on_worker(state: optax.OptState, params: optax.Params, over: Axes) -> Specs:
+    """How a first state lies on the mesh, inside a ``shard_map`` over the workers' axes ``over``.
 
     An array of one worker varies over them; any other lies as ``init`` has typed it, such as the slice of
     an owner.
@@ -103,7 +91,7 @@ def layout_on_worker(state: optax.OptState, params: optax.Params, over: Axes) ->
             "batches"
         )
     typed = jax.tree.map(lambda h, x: axes.varying(x, over) if h in OWN else x, holders, state)
-    return StateLayout(by_type(typed, over), holders)
+    return by_type(typed, over)
 
 
 def find_holders(state: optax.OptState, *, in_front: bool = False) -> Any:
@@ -119,7 +107,7 @@ def find_holders(state: optax.OptState, *, in_front: bool = False) -> Any:
     parts, structure = jax.tree_util.tree_flatten_with_path(state, lambda x: x is not state)
     if parts and not parts[0][0]:  # an array has no path
         return Holder.FRONT if in_front else Holder.ALL
-    inside = [exchanging_part(part) is not None for _, part in parts]
+    inside = [exchanging_state(part) is not None for _, part in parts]
     last = max((i for i, x in enumerate(inside) if x), default=-1)
     if last >= 0 and type(state) in _REFUSED:
         name = type(state).__name__.removesuffix("State")
@@ -146,7 +134,7 @@ def find_holders(state: optax.OptState, *, in_front: bool = False) -> Any:
     return jax.tree.unflatten(structure, holders)
 
 
-def exchanging_part(state: optax.OptState) -> Any:
+def exchanging_state(state: optax.OptState) -> Any:
     """The first part of a state of a transform in which workers communicate, or None.
 
     Its class says ``exchanges = True``.
@@ -169,53 +157,49 @@ _placing: contextvars.ContextVar[Axes] = contextvars.ContextVar("placing", defau
 # --- The state of all workers
 
 
-class MappedTransform(NamedTuple):
-    """A transform that runs on each worker, seen from outside: its arrays are global.
-
-    Attributes:
-      tx: the transform; takes extra arguments.
-      workers: the workers, who run it.
-    """
-
-    tx: optax.GradientTransformationExtraArgs
-    workers: Workers
-
-    def layout(self, params: optax.Params, param_specs: Specs) -> StateLayout:
-        """Layout of the state of global parameters, with these specs."""
-        shapes, tree = jax.tree.flatten(jax.tree.map(self.workers.shape, param_specs, params))
-        return _layout(self, tree, tuple(shapes))
-
-    def jitted_init(self, params: optax.Params, param_specs: Specs) -> Any:
-        """Jitted ``init`` for such parameters; the state lies where it belongs."""
-        specs = self.layout(params, param_specs).specs
-        if not jax.tree.leaves(specs):  # JAX would look in vain for an array that tells the mesh
-            return jax.jit(lambda params: specs)
-
-        def init(params: optax.Params) -> optax.OptState:
-            with placing(self.workers.axes):
-                return self.workers.stack(self.tx.init(params), specs)
-
-        run = self.workers.map(init, (param_specs,), specs, typed=True)
-        placed = specs
-        if self.workers.mesh.auto_axes:  # else types hold it; XLA replicates what is empty
-            state = jax.eval_shape(run, params)
-            placed = jax.tree.map(lambda spec, x: spec if x.size else P(), specs, state)
-        # Zeros need no input, and without one only this tells where they go.
-        return jax.jit(run, out_shardings=self.workers.shardings(placed))
+def state_specs(
+    tx: optax.GradientTransformation, workers: Workers, params: optax.Params, param_specs: Specs
+) -> Specs:
+    """How the state of global parameters lies on the mesh, which have these specs."""
+    shapes, tree = jax.tree.flatten(jax.tree.map(workers.shape, param_specs, params))
+    return _state_specs(tx, workers, tree, tuple(shapes))
 
 
 @functools.lru_cache(maxsize=16)  # the first state asks, and then each step that is traced
-def _layout(mapped: MappedTransform, tree: Any, shapes: Any) -> StateLayout:
-    """`MappedTransform.layout` by shapes."""
+def _state_specs(
+    tx: optax.GradientTransformation, workers: Workers, tree: Any, shapes: Any
+) -> Specs:
+    """`state_specs` by shapes."""
     param_specs = tree.unflatten(x.sharding.spec for x in shapes)
 
     def probe(params: optax.Params) -> Static:
-        with placing(mapped.workers.axes):
-            state = mapped.tx.init(params)
-        return Static(layout_on_worker(state, params, mapped.workers.axes))
+        with placing(workers.axes):
+            state = tx.init(params)
+        return Static(specs_on_worker(state, params, workers.axes))
 
-    run = mapped.workers.map(probe, (param_specs,), P(), typed=True)
+    run = workers.map(probe, (param_specs,), P(), typed=True)
     return jax.eval_shape(run, tree.unflatten(shapes)).value
+
+
+def jitted_init(
+    tx: optax.GradientTransformation, workers: Workers, params: optax.Params, param_specs: Specs
+) -> Any:
+    """Jitted ``init`` for global parameters with these specs; the state lies where it belongs."""
+    specs = state_specs(tx, workers, params, param_specs)
+    if not jax.tree.leaves(specs):  # JAX would look in vain for an array that tells the mesh
+        return jax.jit(lambda params: specs)
+
+    def init(params: optax.Params) -> optax.OptState:
+        with placing(workers.axes):
+            return workers.stack(tx.init(params), specs)
+
+    run = workers.map(init, (param_specs,), specs, typed=True)
+    placed = specs
+    if workers.mesh.auto_axes:  # else types hold it; XLA replicates what is empty
+        state = jax.eval_shape(run, params)
+        placed = jax.tree.map(lambda spec, x: spec if x.size else P(), specs, state)
+    # Zeros need no input, and without one only this tells where they go.
+    return jax.jit(run, out_shardings=workers.shardings(placed))
 
 
 def on_workers(
@@ -248,11 +232,11 @@ def on_workers(
         specs = workers.param_specs(params, None)
         if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
             params = jax.tree.map(hosts.put, params, workers.shardings(specs))
-        mapped = MappedTransform(everywhere, workers)
-        state = mapped.jitted_init(params, specs)(params)
+        state = jitted_init(everywhere, workers, params, specs)(params)
         if not boxes.find_boxes(params):
             return state
-        return boxes.named(state, mapped.layout(params, specs).specs, params, workers)
+        lie = state_specs(everywhere, workers, params, specs)
+        return boxes.named(state, lie, params, workers)
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any
@@ -282,7 +266,7 @@ def placing(over: Axes) -> Iterator[None]:
 def _with_specs(state: Any, params: optax.Params, over: Axes) -> Any:
     """The state of a worker, which says how it and the parameters lie."""
     register_with_flax()
-    specs = layout_on_worker(state, params, over).specs
+    specs = specs_on_worker(state, params, over)
     of_params = by_type(params, ())
     return state._replace(
         specs=StateSpecs(*(tuple(jax.tree.leaves(x)) for x in (of_params, specs)))

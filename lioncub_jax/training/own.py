@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import wires
-from lioncub_jax.exchange.mapped import Holder, exchanging_part, find_holders
+from lioncub_jax.exchange.mapped import Holder, exchanging_state, find_holders
 from lioncub_jax.mesh import hosts
 from lioncub_jax.mesh.axes import worker_index
 from lioncub_jax.mesh.hosts import is_key
@@ -97,7 +97,7 @@ def prepared(state: Any, workers: Workers) -> Any:
 def _prepared(node: Any, workers: Workers) -> Any:
     if isinstance(node, Own):
         return node
-    if is_of_optax(node) and exchanging_part(node) is not None:
+    if is_of_optax(node) and exchanging_state(node) is not None:
         return jax.tree.map(partial(_held, workers), find_holders(node), node)
     tree: Any
     parts, tree = jax.tree.flatten(node, is_leaf=lambda x: x is not node)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange.mapped import Holder, MappedTransform
+from lioncub_jax.exchange.mapped import Holder, jitted_init, state_specs
 from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.hosts import check_same, is_key, is_raw_key, put
 from lioncub_jax.mesh.placement import Workers, check_real, check_workers
@@ -105,7 +105,7 @@ def init_state(
     params = jax.tree.map(
         lambda to, x: strong(jnp.copy(put(x, to))), workers.shardings(param_specs), params
     )
-    states = [one.jitted_init(params, param_specs)(params) for one in both]
+    states = [jitted_init(one, workers, params, param_specs)(params) for one in both]
     opt_state, local_state = (*states, ())[:2]
     return StepState(
         step=put(np.zeros((), np.int32), everywhere),
@@ -119,17 +119,17 @@ def init_state(
 
 def _mapped(
     tx: Any, params: optax.Params, workers: Workers, specs: Specs, local: Any
-) -> tuple[Any, Any, list[MappedTransform]]:
-    """Parameters out of their boxes, their specs, and one or two optimizers mapped over the workers."""
+) -> tuple[Any, Any, list[Any]]:
+    """Parameters out of their boxes, their specs, and one or two optimizers."""
     check_workers(workers)
     check_local_steps(local, 1, workers)
     check_split(params)
     # Boxes say it too, so they are asked before they are opened.
     specs = specs_of(params) if specs is None else specs
     params = boxes.opened(params)
-    both = [MappedTransform(optax.with_extra_args_support(tx), workers)]
+    both = [optax.with_extra_args_support(tx)]
     if local is not None:
-        both.append(MappedTransform(per_worker_state(local, workers), workers))
+        both.append(per_worker_state(local, workers))
     return params, workers.param_specs(params, specs), both
 
 
@@ -171,7 +171,8 @@ def abstract_state(
     """
     params, param_specs, both = _mapped(tx, params, workers, specs, local)
     params = jax.tree.map(workers.shape, param_specs, params)
-    states = [one.jitted_init(params, param_specs).eval_shape(params) for one in both]
+    inits = [jitted_init(one, workers, params, param_specs) for one in both]
+    states = [init.eval_shape(params) for init in inits]
     opt_state, local_state = (*states, ())[:2]
     return StepState(
         step=workers.shape(P(), np.int32(0)),
@@ -196,10 +197,7 @@ def check_state(
     both = {"opt_state": tx}
     if local is not None:
         both["local_state"] = per_worker_state(local, workers)
-    layouts = {
-        name: MappedTransform(one, workers).layout(state.params, specs).specs
-        for name, one in both.items()
-    }
+    layouts = {name: state_specs(one, workers, state.params, specs) for name, one in both.items()}
     for name in ("opt_state", "local_state"):
         structure: Any = jax.tree.structure(layouts.get(name, ()))
         try:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax.exchange import wires
 from lioncub_jax.exchange.bits import common_dtype, halves, of_halves
 from lioncub_jax.exchange.checks import check_count
-from lioncub_jax.exchange.mapped import exchanging_part
+from lioncub_jax.exchange.mapped import exchanging_state
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
@@ -184,7 +184,7 @@ def per_worker_state(
 
     def init(params: optax.Params) -> optax.OptState:
         state = local.init(params)
-        if (part := exchanging_part(state)) is not None:
+        if (part := exchanging_state(state)) is not None:
             raise ValueError(
                 f"local is a transform in which workers talk ({type(part).__name__}), and local steps "
                 f"are each worker's own: {_PLAIN}, as local, and the transform in which they talk as tx"
