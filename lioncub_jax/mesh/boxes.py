@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.specs import Specs, is_of_flax
+from lioncub_jax.mesh.specs import Specs, has_flax, is_of_flax
 
 
 def is_box(x: object) -> bool:
@@ -46,6 +46,8 @@ def is_linen_box(x: object) -> bool:
 
 def opened(tree: Any) -> Any:
     """The arrays in boxes of flax linen, where they lie; ``unbox`` of flax would lay them elsewhere."""
+    if not has_flax(tree):
+        return tree
     return jax.tree.map(lambda x: x.value if is_linen_box(x) else x, tree, is_leaf=is_linen_box)
 
 

@@ -16,7 +16,7 @@ from lioncub_jax.exchange.mapped import OWN, Holder, find_holders
 from lioncub_jax.mesh import hosts
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.specs import StateSpecs, axes_of, product, shortened, spec_of
+from lioncub_jax.mesh.specs import StateSpecs, axes_of, has_flax, product, shortened, spec_of
 from lioncub_jax.training import graphs
 
 # The names or places of arguments, or of each the dimension in which its rows are.
@@ -418,16 +418,17 @@ def _holders(tree: Any, workers: Workers) -> list[Held]:
     classes with ``holders()``, in which also what stands in front of an exchange is each worker's own.
     """
     found: list[Held] = []
+    of_flax = has_flax(tree)
 
     def own_spec(x: Any) -> P:
         return P(workers.axes, *spec_of(x)[1:])
 
     def is_box(x: Any) -> bool:
-        return isinstance(x, Own) or graphs.is_boxed(x)
+        return isinstance(x, Own) or (of_flax and graphs.is_boxed(x))
 
     def visit(node: Any, in_optimizer: bool) -> None:
         specs, leaves = getattr(node, "specs", None), jax.tree.leaves(node)
-        if is_box(node) or graphs.is_own(node, workers):
+        if is_box(node) or (of_flax and graphs.is_own(node, workers)):
             found.extend([Held(own_spec(x), in_optimizer, is_box(node)) for x in leaves])
             return
         if isinstance(specs, StateSpecs):
