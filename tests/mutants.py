@@ -43,16 +43,16 @@ MUTANTS = r"""
 + axes.any_over_shards(~axes.all_finite(values), axis)
 
 = a single worker forgets the errors of earlier codes
-- plus_error(rule.interpolate(g, mu), e)
-+ rule.interpolate(g, mu)
+- plus_error(rule.interpolate(g, m), e)
++ rule.interpolate(g, m)
 
 = a single worker adds the errors of earlier codes at every step
 - None if e is None else jnp.where(abstains, e, 0)
 + e
 
 = a single worker has statistics of its first bucket only
-- [stats] * num_buckets
-+ [stats]
+- [reply] * len(plan.buckets)
++ [reply]
 
 # baselines/terngrad.py: liars
 = a worker that says that it abstains has a vote in a sum
@@ -91,8 +91,8 @@ MUTANTS = r"""
 + xla.all_delayed_by(flags, words)
 
 = padding in a chunk of a group keeps an error
--         x = layout.zero_padding(x, plan.row_sizes[i])
-+         pass
+- saturated(layout.zero_padding(x, plan.row_sizes[i]), leaves
++ saturated(x, leaves
 
 # exchange/checks.py: bad_input contract
 = a beta of 1 is let through
@@ -195,8 +195,8 @@ MUTANTS = r"""
 
 # exchange/quantize.py: quantize reference sharding
 = a row of zeros votes if codes have several bits
-- [mean > 0, finite]
-+ [mean >= 0, finite]
+- jnp.bfloat16), mean > 0, finite)
++ jnp.bfloat16), mean >= 0, finite)
 
 = the step of a row whose sum overflows is the largest there is
 - jnp.where(jnp.isfinite(total), total / size, maximum)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lioncub_jax.exchange import bits, transform
-from lioncub_jax.exchange.wires import BucketStats
+from lioncub_jax.exchange.wires import Reply
 
 
 def key_words(x):
@@ -121,6 +121,6 @@ def test_sums_beyond_a_word_are_rounded_in_the_last_places():
     unit = transform.unit_of(size * workers**2)
     each = [jnp.full(workers, x / workers, jnp.float32) for x in (pairs / 2, pairs)]
     ties = jnp.full(workers, size // workers, jnp.uint32)
-    stats = BucketStats(ties, each, jnp.uint32(1))
-    found = transform.in_units(stats, transform.unit_of(size), unit)
+    reply = Reply([], None, ties, each, jnp.uint32(1))
+    found = transform.in_units(reply, transform.unit_of(size), unit)
     np.testing.assert_allclose(found[1:] * 2.0**unit, [pairs / 2, pairs], 2**-20)

@@ -24,7 +24,6 @@ from lioncub_jax.exchange.votes import (
     with_tie_bits,
 )
 from lioncub_jax.exchange.wires import (
-    BucketStats,
     Format,
     Inbox,
     Reply,
@@ -122,8 +121,8 @@ class AtOwner(Decision):
             mean = quantize.rotated_back(mean, context.num_steps)
         known = known_elements(mean, received.present, context.row_sizes)
         u, inner = self.run(mean, known, context, state.inner)
-        stats = BucketStats(jnp.uint32(0), (), received.present)
-        reply, error = self.reply_codec.encode(u, context, stats, state.error)
+        planes, row_data, ties, error = self.reply_codec.encode(u, context, state.error)
+        reply = Reply(planes, row_data, ties, (), received.present)
         return reply, OwnerState(inner, error)
 
     def run(
@@ -270,15 +269,13 @@ def sign() -> ReplyCodec:
       >>> lion = lc.decide.at_owner(optax.scale_by_lion(), lc.decide.sign())
     """
 
-    def encode(
-        u: jax.Array, context: Context, stats: BucketStats, error: tuple[()]
-    ) -> tuple[Reply, tuple[()]]:
+    def encode(u: jax.Array, context: Context, error: tuple[()]) -> tuple[Any, ...]:
         u = context.in_chunks(zero_unknown(u))
         fields = (u > 0).astype(jnp.uint32) | ((u != 0).astype(jnp.uint32) << 1)
         positive, marks = bits.pack(fields, 2)
         moved = bits.any_in_rows(marks, context.format.num_rows)
-        stats = stats._replace(ties=number_of_ties(~marks, moved, context))
-        return Reply([with_tie_bits(positive, ~marks, context)], moved, stats), error
+        ties = number_of_ties(~marks, moved, context)
+        return [with_tie_bits(positive, ~marks, context)], moved, ties, error
 
     return ReplyCodec("sign", encode, decode_signs, signs_format, jnp.sign)
 
@@ -293,11 +290,9 @@ def values() -> ReplyCodec:
       >>> tx = lc.communicate(workers="data", **parts)
     """
 
-    def encode(
-        u: jax.Array, context: Context, stats: BucketStats, error: tuple[()]
-    ) -> tuple[Reply, tuple[()]]:
+    def encode(u: jax.Array, context: Context, error: tuple[()]) -> tuple[Any, ...]:
         words = zero_unknown(u).view(jnp.uint32)
-        return Reply([words.reshape(context.num_chunks, -1)], None, stats), error
+        return [words.reshape(context.num_chunks, -1)], None, jnp.uint32(0), error
 
     def decode(planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format) -> jax.Array:
         decoded = planes[0].view(jnp.float32).reshape(-1, num_rows, ROW)
@@ -338,9 +333,7 @@ def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
     largest = 255 // max_code * 2.0**120
     short = jnp.int8 if p < 8 else jnp.int16
 
-    def encode(
-        u: jax.Array, context: Context, stats: BucketStats, error: jax.Array
-    ) -> tuple[Reply, jax.Array]:
+    def encode(u: jax.Array, context: Context, error: jax.Array) -> tuple[Any, ...]:
         x = zero_unknown(u + error.astype(jnp.float32))
         mean, _ = quantize.row_mean(x, context.row_sizes)
         half = quantize.to_bfloat16(quantize.GAUSSIAN_STEP[p] / 2 * mean)
@@ -350,7 +343,7 @@ def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
         new_error = jnp.where(jnp.isnan(u), error, new_error)
         # If no worker participates no element is known, so the scale is 0.
         row_data = half.astype(jnp.bfloat16).reshape(context.num_chunks, -1).view(jnp.uint32)
-        return Reply(bits.pack(context.in_chunks(q), p), row_data, stats), new_error
+        return bits.pack(context.in_chunks(q), p), row_data, jnp.uint32(0), new_error
 
     def decode(planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format) -> jax.Array:
         assert row_data is not None

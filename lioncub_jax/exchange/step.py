@@ -72,7 +72,6 @@ from lioncub_jax.exchange.plan import BucketPlan, Exchange, Plan
 from lioncub_jax.exchange.quantize import Codec, Context, rotated_back
 from lioncub_jax.exchange.votes import Decision
 from lioncub_jax.exchange.wires import (
-    BucketStats,
     Coded,
     Message,
     Reply,
@@ -115,7 +114,7 @@ class StepResult(NamedTuple):
         its chunk; of all rows if the wire is not ``sharded``. () for decisions without state. Counters
         have moved even if no worker participates: `transform.with_counters` undoes that, once the count of
         workers present is replicated, as counters are.
-      stats: for each bucket ties, pairs of votes that differ, and workers present, as its owners say.
+      replies: for each bucket what its owners say, of which the statistics are read.
       participates: for each bucket ``bool[]``, False if this worker abstained.
     """
 
@@ -123,7 +122,7 @@ class StepResult(NamedTuple):
     mu: list[Any]
     error: list[Any]
     owner_states: list[optax.OptState]
-    stats: list[BucketStats]
+    replies: list[Reply]
     participates: list[jax.Array]
 
 
@@ -166,14 +165,14 @@ def step(
 
     updates: dict[int, jax.Array] = {}
     # A leaf without elements is in no bucket, and stays.
-    new_mu, new_error, new_owner_states, stats = list(mu), list(error), [], []
+    new_mu, new_error, new_owner_states, all_replies = list(mu), list(error), [], []
     of_leaf = jax.jit(partial(error_of_leaf, codec), static_argnums=(0, 1))
     for k, bucket in enumerate(plan.buckets):
         here = participates[k]
         message = addressed(joined[k], bucket.message, here)
         replies, owner_state = exchange_bucket(exchange, plan, bucket, message, owner_states[k])
         new_owner_states.append(owner_state)
-        stats.append(replies.stats)
+        all_replies.append(replies)
 
         decoded = decode(exchange.decision, bucket, starts[k], replies)
         num_chunks = bucket.layout.packed_chunks
@@ -189,7 +188,7 @@ def step(
                     else:
                         new = rule.update(x.gradient, x.momentum)
                     store(plan, x.piece, x.momentum, new, here, new_mu)
-    return StepResult(updates, new_mu, new_error, new_owner_states, stats, participates)
+    return StepResult(updates, new_mu, new_error, new_owner_states, all_replies, participates)
 
 
 def exchange_bucket(
@@ -258,9 +257,9 @@ def single_worker_step(
         new_error.append(None if e is None else jnp.where(abstains, e, 0))
 
     present = axes.same_everywhere(present, axis)
-    stats = BucketStats(jnp.zeros(1, jnp.uint32), (), present)
+    reply = Reply((), None, jnp.zeros(1, jnp.uint32), (), present)
     flags = [~abstains] * len(plan.buckets)
-    each = [stats] * len(plan.buckets)
+    each = [reply] * len(plan.buckets)
     return StepResult(updates, new_mu, new_error, new_owner_states, each, flags)
 
 

@@ -26,7 +26,7 @@ from lioncub_jax.exchange.plan import Exchange, Plan, plan_of_step, plan_on_devi
 from lioncub_jax.exchange.quantize import Codec, Quantizer
 from lioncub_jax.exchange.step import StepResult, step
 from lioncub_jax.exchange.votes import Decision
-from lioncub_jax.exchange.wires import BucketStats, Wire
+from lioncub_jax.exchange.wires import Reply, Wire
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers
@@ -364,7 +364,7 @@ def next_state(
     grads: Sequence[jax.Array],
 ) -> CommunicateState:
     """The state with its count, statistics and owner states."""
-    votes, num_present = count_votes(exchange, plan, state.votes, result.stats, grads)
+    votes, num_present = count_votes(exchange, plan, state.votes, result.replies, grads)
     owner = []
     if state.owner:
         for n, s, old in zip(num_present, result.owner_states, state.owner, strict=True):
@@ -377,7 +377,7 @@ def count_votes(
     exchange: Exchange,
     plan: Plan,
     votes: VoteCounts,
-    stats: Sequence[BucketStats],
+    replies: Sequence[Reply],
     grads: Sequence[jax.Array],
 ) -> tuple[VoteCounts, list[jax.Array]]:
     """Statistics of a step, and for each bucket the number of workers present, by one sum over devices."""
@@ -385,12 +385,12 @@ def count_votes(
     size = sum(math.prod(x.shape) * axes.shard(x, every)[1] for x in grads)
     abstentions, votes = votes.abstentions, jax.tree.map(jnp.zeros_like, votes)
     votes = votes._replace(parameters=jnp.float32(size), abstentions=abstentions)
-    if not stats:
+    if not replies:
         return votes, []
     tie, pair = unit_of(size), unit_of(size * plan.num_workers**2)
-    totals = [in_units(x, tie, pair) for x in stats]
+    totals = [in_units(x, tie, pair) for x in replies]
     # Without bucket_size all buckets have the same voters.
-    present = [x.present for x in stats]
+    present = [x.present for x in replies]
     copies = present if plan.abstains_per_bucket else present[:1]
     sums = axes.total_over_shards(totals, copies, exchange.axis)
     num_present = sums[-len(copies) :].astype(jnp.int32)
@@ -404,7 +404,7 @@ def count_votes(
         abstained=abstained,
         abstentions=bits.add_count(abstentions, abstained),
     )
-    return votes, [num_present[k if plan.abstains_per_bucket else 0] for k in range(len(stats))]
+    return votes, [num_present[k if plan.abstains_per_bucket else 0] for k in range(len(replies))]
 
 
 def with_counters(present: jax.Array, new: optax.OptState, old: optax.OptState) -> optax.OptState:
@@ -419,10 +419,10 @@ def with_counters(present: jax.Array, new: optax.OptState, old: optax.OptState) 
     return jax.tree.map(leaf, new, old)
 
 
-def in_units(stats: BucketStats, tie: int, pair: int) -> jax.Array:
+def in_units(reply: Reply, tie: int, pair: int) -> jax.Array:
     """Ties, in units of ``2**tie``, and sums of pairs, in units of ``2**pair``: ``uint32[n]``."""
-    ties = jnp.sum(stats.ties >> tie, dtype=jnp.uint32)
-    pairs = [jnp.round(jnp.sum(x) * 2.0**-pair).astype(jnp.uint32) for x in stats.pairs]
+    ties = jnp.sum(reply.ties >> tie, dtype=jnp.uint32)
+    pairs = [jnp.round(jnp.sum(x) * 2.0**-pair).astype(jnp.uint32) for x in reply.pairs]
     return jnp.stack([ties, *pairs])
 
 

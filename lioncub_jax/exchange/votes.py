@@ -22,7 +22,6 @@ from lioncub_jax.exchange.checks import component, static
 from lioncub_jax.exchange.matrices import Deal, Matrices
 from lioncub_jax.exchange.quantize import Codec, Context, Quantizer
 from lioncub_jax.exchange.wires import (
-    BucketStats,
     Format,
     Inbox,
     Reply,
@@ -39,7 +38,7 @@ class ReplyCodec(NamedTuple):
     Attributes:
       name: for errors and reports.
       encode: of votes ``(Tally, Context) -> (planes, row_data)``; of an owner's result ``(u, Context,
-        BucketStats, error) -> (Reply, error)`` of ``float32[rows, 128]``, NaN where nothing is known.
+        error) -> (planes, row_data, ties, error)``, ``float32[rows, 128]``, NaN where nothing is known.
       decode: ``(planes, row_data, num_rows, Format) -> [chunks, rows, 128]``, int32 or float32; whatever an
         owner sends, finite.
       format: the `Format` of messages to that of replies; a reply of another size is an error.
@@ -107,8 +106,8 @@ class Decision:
           state: the owner's, as `init` makes it; () without ``has_state``.
 
         Returns:
-          A reply in the format of ``reply_codec``, whose ``stats`` have ``received.present``; the next
-          state, unchanged if no worker is present, but for counters.
+          A reply in the format of ``reply_codec``, with ``received.present``; the next state, unchanged if
+          no worker is present, but for counters.
         """
         raise NotImplementedError
 
@@ -260,7 +259,7 @@ class Vote(Decision):
         if fmt.counts_pairs:
             pairs = pairs_of_votes(counted, context)
         ties = number_of_ties(counted.tied, counted.moved, context)
-        return Reply(planes, row_data, BucketStats(ties, pairs, received.present)), state
+        return Reply(planes, row_data, ties, pairs, received.present), state
 
 
 def majority() -> Decision:

@@ -116,10 +116,12 @@ class Sums(NamedTuple):
     present: jax.Array
 
 
-class BucketStats(NamedTuple):
-    """Statistics of the votes on a bucket, chunk by chunk.
+class Reply(NamedTuple):
+    """A decision on some chunks, and statistics of the votes on them.
 
     Attributes:
+      planes: ``uint32[chunks, words]`` each.
+      row_data: ``uint32[chunks, words]``, packed numbers of the rows; None without.
       ties: ``uint32[chunks]``, elements with votes that cancel, in rows that move; or ``uint32[]``, 0,
         where none are counted.
       pairs: ``float32[chunks]`` each, pairs of votes that differ, and all pairs; () but for votes of one
@@ -127,23 +129,11 @@ class BucketStats(NamedTuple):
       present: ``uint32[]``, how many workers participate.
     """
 
+    planes: Sequence[jax.Array]
+    row_data: jax.Array | None
     ties: jax.Array
     pairs: Sequence[jax.Array]
     present: jax.Array
-
-
-class Reply(NamedTuple):
-    """A decision on some chunks.
-
-    Attributes:
-      planes: ``uint32[chunks, words]`` each.
-      row_data: ``uint32[chunks, words]``, packed numbers of the rows; None without.
-      stats: statistics of the votes.
-    """
-
-    planes: Sequence[jax.Array]
-    row_data: jax.Array | None
-    stats: BucketStats
 
 
 class Format(NamedTuple):
@@ -281,8 +271,7 @@ def voted_planes(planes: Sequence[jax.Array], voted: jax.Array, fmt: Format) -> 
 
 def pack_reply(reply: Reply, fmt: Format) -> jax.Array:
     """Packs a reply about some chunks: ``uint32[chunks, words]``."""
-    ties, pairs, present = reply.stats
-    numbers = [ties, present, *[x.view(jnp.uint32) for x in pairs]]
+    numbers = [reply.ties, reply.present, *[x.view(jnp.uint32) for x in reply.pairs]]
     return concatenate(fmt, len(reply.planes[0]), reply.planes, numbers, reply.row_data)
 
 
@@ -299,7 +288,7 @@ def unpack_reply(words: jax.Array, fmt: Format) -> Reply:
         unlike = jnp.where(unlike >= 0, jnp.minimum(unlike, total), 0)
         pairs = [unlike, total]
     present = jnp.minimum(jnp.sort(present)[len(present) // 2], fmt.num_workers)
-    return Reply(planes, row_data, BucketStats(ties, pairs, present))
+    return Reply(planes, row_data, ties, pairs, present)
 
 
 def concatenate(
