@@ -560,9 +560,9 @@ def error_of_leaf(
     def old(error: jax.Array, direction: jax.Array, coded: Coded) -> jax.Array:
         return error
 
-    error = layout.piece_to_rows(error, piece)
+    error = xla.by_words(partial(layout.piece_to_rows, piece=piece), error)
     error = xla.chosen(participates, new, old, error, direction, coded)
-    return layout.rows_to_piece(error, piece)
+    return xla.by_words(partial(layout.rows_to_piece, piece=piece), error)
 
 
 def store(

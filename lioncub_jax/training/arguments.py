@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lioncub_jax.exchange import xla
 from lioncub_jax.exchange.mapped import OWN, Holder, find_holders
 from lioncub_jax.mesh import hosts
 from lioncub_jax.mesh.hosts import is_key
@@ -144,7 +145,7 @@ class Leaf(NamedTuple):
 
     def here(self, x: Any) -> Any:
         """One worker's array, of what it is given of the whole."""
-        return x[0] if self.role is Role.OWN else x
+        return xla.by_words(lambda x: x[0], x) if self.role is Role.OWN else x
 
 
 class Call:

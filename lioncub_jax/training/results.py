@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange import wires
+from lioncub_jax.exchange import wires, xla
 from lioncub_jax.exchange.bits import common_dtype
 from lioncub_jax.mesh.axes import all_finite
 from lioncub_jax.mesh.hosts import is_key
@@ -493,7 +493,7 @@ class Outside:
         for i in by[Role.SMALLEST]:
             results[i] = _picked(wires.min_over_workers, results[i], axes)
         for i in by[Role.OWN]:
-            results[i] = results[i][None]
+            results[i] = xla.by_words(lambda x: x[None], results[i])
         return results
 
 
