@@ -8,11 +8,12 @@ nothing here is a time but that of compiling. The tables of docs/reports/acceler
 
 * temporaries: bytes that the program allocates beside its arguments and results, per parameter of a
   device;
-* accessed: bytes that its kernels read and write, per parameter, as XLA counts. It has no count for a GPU;
-  commit ff2cb28 has the program that counted there;
+* accessed: bytes that its kernels read and write, per parameter. XLA's own count for a TPU; for a GPU,
+  where XLA has none, operands and results of all kernels;
 * sent: bytes of collectives over the workers' axis;
 * under the backward pass: the matrix work that the schedule puts between start and end of each
-  asynchronous all-to-all.
+  asynchronous all-to-all;
+* compiling: processor time of tracing, lowering and XLA together, and as often as that of optax's step.
 
 TPU needs the extra `tpu`, GPU the extra `cuda`. Kernels of GPUs are chosen without trying any.
 """
@@ -29,7 +30,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a compiler without its devices 
 import jax
 import report
 from aot import machines, programs, reading
-from aot.programs import ADAMW, LION
 
 import lioncub_jax as lc
 from lioncub_jax.audit import collectives
@@ -42,7 +42,8 @@ SHOWN = "v5e-8", "h100-8"  # of machines, where a model was compiled for one of 
 WIRE = 100e9  # bits a second between machines
 FIGURES = {
     "temporaries": ("temporaries", ".1f"), "accessed": ("accessed", ".1f"),
-    "sent, bytes": ("sent_bytes", ",.0f"), "compiling, s": ("compile_s", ".0f"),
+    "sent, bytes": ("sent_bytes", ",.0f"), "compiling, s": ("cpu_s", ".0f"),
+    "of optax's": ("of_optax", ".2f"),
 }  # fmt: skip
 TWO_LEVELS = "vote, 1 bit, two levels of 2"
 
@@ -52,12 +53,13 @@ def one(machine: str, model_name: str, method: str) -> dict[str, Any]:
     model, levels = programs.MODELS[model_name](), 2 if method == TWO_LEVELS else 1
     sizes = programs.sizes(model, machines.MACHINES[machine].devices, levels)
     mesh = machines.mesh_of(machine, sizes)
+    first = time.process_time()
     lowered, tx = programs.lowered(model, method.removesuffix(", two levels of 2"), mesh)
     start = time.perf_counter()
     compiled = lowered.compile()
-    seconds = time.perf_counter() - start
+    seconds, processor = time.perf_counter() - start, time.process_time() - first
     text, held = compiled.as_text(), model.size / model.fsdp
-    accessed = (compiled.cost_analysis() or {}).get("bytes accessed")
+    accessed = (compiled.cost_analysis() or {}).get("bytes accessed") or reading.accessed(text)
     rate = machines.MACHINES[machine].matrix_rate
     crossing = [c for c in collectives(text, mesh) if c.axes and "data" in c.axes]
     row = {
@@ -65,8 +67,9 @@ def one(machine: str, model_name: str, method: str) -> dict[str, Any]:
         "model": model_name,
         "method": method,
         "compile_s": seconds,
+        "cpu_s": processor,
         "temporaries": compiled.memory_analysis().temp_size_in_bytes / held,
-        "accessed": accessed and accessed / held,
+        "accessed": accessed / held,
         "collectives": [[c.op, c.operands[0].dtype, c.sent_bytes, c.gated] for c in crossing],
         "sent_bytes": sum(c.sent_bytes for c in crossing if not c.gated),
         # Asynchronous ones: op, bytes that arrive, seconds of matrix work meanwhile.
@@ -94,8 +97,10 @@ def in_a_process(machine: str, model: str, method: str) -> dict[str, Any]:
 def main() -> None:
     parser = report.parser(__doc__, ROWS)
     known = list(machines.MACHINES), list(programs.MODELS)
+    every = [*programs.PLAIN, *programs.METHODS, TWO_LEVELS, programs.BUCKETS]
     parser.add_argument("--machines", nargs="+", default=["v5e-8", "h100-8"], choices=known[0])
     parser.add_argument("--models", nargs="+", default=["matrix"], choices=known[1])
+    parser.add_argument("--methods", nargs="+", default=every, choices=every)
     parser.add_argument(
         "--one", nargs=3, metavar=("MACHINE", "MODEL", "METHOD"), help="this row only"
     )
@@ -106,7 +111,7 @@ def main() -> None:
     done = by_step(report.rows_of(report.read(args.save), jax=jax.__version__))
     for machine, model in itertools.product(args.machines, args.models):
         for method in methods(model):
-            if (machine, model, method) not in done:
+            if method in args.methods and (machine, model, method) not in done:
                 row = in_a_process(machine, model, method)
                 report.append(args.save, [row | report.provenance()])
     DOCUMENT.write_text(documented(DOCUMENT.read_text(), report.read(args.save)))
@@ -116,12 +121,17 @@ def methods(model: str) -> list[str]:
     """The steps that are compiled of a model."""
     of = programs.MODELS[model]()
     further = [TWO_LEVELS] * (of.fsdp == 1) + [programs.BUCKETS] * (of.loss is not None)
-    return [LION, ADAMW, *programs.METHODS, *further]
+    return [*programs.PLAIN, *programs.METHODS, *further]
 
 
 def by_step(rows: report.Rows) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """The last row of each machine, model and method."""
-    return {(row["machine"], row["model"], row["method"]): row for row in rows}
+    """The last row of each machine, model and method, with its time over that of optax's."""
+    known = {(row["machine"], row["model"], row["method"]): row for row in rows}
+    for (machine, model, method), row in known.items():
+        plain = known.get((machine, model, programs.OF_OPTAX.get(method, programs.LION)), {})
+        if method not in programs.PLAIN and "cpu_s" in row and row["jax"] == plain.get("jax"):
+            row["of_optax"] = row["cpu_s"] / plain["cpu_s"]
+    return known
 
 
 def documented(document: str, rows: report.Rows) -> str:
@@ -136,8 +146,7 @@ def documented(document: str, rows: report.Rows) -> str:
         lines = []
         some = [machine for machine in machines_of if machine in SHOWN] or machines_of
         for machine, (title, (name, form)) in itertools.product(some, FIGURES.items()):
-            numbers = [of_model[machine, step][name] for step in steps]
-            # XLA does not count for all machines.
+            numbers = [of_model.get((machine, step), {}).get(name) for step in steps]
             lines.append([machine, title, *("" if x is None else format(x, form) for x in numbers)])
         tables[model] = report.markdown(["machine", "", *steps], lines)
     lines = []

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import ahead_of_time
 import jax
+import jax.numpy as jnp
 import pytest
-from aot import machines, programs
+from aot import machines, programs, reading
 from conftest import mesh_on, run_python
 
 from lioncub_jax.tools import plan as planner
@@ -52,6 +53,20 @@ def test_rows_say_what_a_compiled_step_sends_and_are_kept(monkeypatch, tmp_path)
     assert lion["sent_bytes"] > 2 * 7 / 8 * 4 * small.size
     accessed = " | ".join(f"{row['accessed']:.1f}" for row in (lion, *ours))
     assert f"| v5e-8 | accessed | {accessed} |" in page.read_text()
+
+
+# Of 1,024 floats: all of them twice, a slice of them twice, and a slice in place.
+@pytest.mark.parametrize(
+    ("make", "donated", "moved"),
+    [
+        (lambda x: 2 * x, (), 8192),
+        (lambda x: 2 * x[:256], (), 2048),
+        (lambda x: x.at[:16].set(1.0), 0, 64),
+    ],
+)
+def test_a_kernel_accesses_what_it_reads_and_writes(make, donated, moved):
+    compiled = jax.jit(make, donate_argnums=donated).lower(jnp.zeros(1024)).compile()
+    assert reading.accessed(compiled.as_text()) == moved
 
 
 def test_where_the_compiler_is_missing_the_extra_is_named(monkeypatch):

@@ -12,11 +12,12 @@ from optax.contrib import MuonDimensionNumbers
 
 import lioncub_jax as lc
 
-LION, ADAMW = "optax.lion", "optax.adamw"
+LION, ADAMW, MUON = "optax.lion", "optax.adamw", "optax.contrib.muon"
 # Ordinary data parallelism, in which XLA adds up float32 gradients: what the methods are compared with.
-PLAIN: dict[str, Callable[[float], optax.GradientTransformation]] = {
-    LION: optax.lion,
-    ADAMW: optax.adamw,
+PLAIN: dict[str, Callable[[], optax.GradientTransformation]] = {
+    LION: lambda: optax.lion(1e-4),
+    ADAMW: lambda: optax.adamw(1e-4),
+    MUON: lambda: optax.contrib.muon(1e-2, muon_weight_dimension_numbers=hidden),
 }
 # What optimizers are compared by memory and on GPUs.
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -33,7 +34,12 @@ METHODS: dict[str, Callable[..., Any]] = {
     "average": lambda **axes: lc.distributed_lion(1e-4, average=True, **axes),
     "owner, 3 bits": OPTIMIZERS["owner_lion"],
     "owner_adamw": OPTIMIZERS["owner_adamw"],
+    "owner_muon": OPTIMIZERS["owner_muon"],
 }
+OF_OPTAX = {
+    "owner_adamw": ADAMW,
+    "owner_muon": MUON,
+}  # what a method is measured by, if not by Lion
 BUCKETS = "vote, 1 bit, 8 buckets"  # with what XLA must be told to overlap them
 # docs/reports/accelerators.md says what each does; on a CPU collectives are synchronous.
 GPU_OVERLAP: dict[str, Any] = {
@@ -161,7 +167,7 @@ def lowered(model: Model, method: str, mesh: Mesh) -> tuple[Any, Any]:
     """
     specs = specs_of(model, mesh)
     if method in PLAIN:
-        return _plain(PLAIN[method](1e-4), model, mesh, specs), None
+        return _plain(PLAIN[method](), model, mesh, specs), None
     group = "group" if "group" in mesh.axis_names else None
     workers = lc.Workers(mesh, "data", group)
     options = None
@@ -199,10 +205,10 @@ def _plain(tx: optax.GradientTransformation, model: Model, mesh: Mesh, specs: An
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     params = jax.tree.map(lay, model.params, specs)
-    state = jax.eval_shape(tx.init, model.params)
-    moments = {name: params for name in ("mu", "nu") if name in state[0]._fields}
-    state = (state[0]._replace(count=lay(state[0].count, P()), **moments), *state[1:])
-    state = jax.tree.map(lambda x: x if x.sharding else lay(x, P()), state)
+    state = optax.tree.map_params(
+        tx, lambda _, x: x, jax.eval_shape(tx.init, model.params), params,
+        transform_non_params=lambda x: lay(x, P()),
+    )  # fmt: skip
 
     def step(grads_or_batch: Any, params: Any, state: Any) -> Any:
         loss = None

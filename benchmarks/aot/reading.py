@@ -1,4 +1,4 @@
-"""The schedule of a compiled program: the matrix work between start and end of each exchange."""
+"""A compiled program: bytes of its kernels, and the matrix work between start and end of each exchange."""
 
 import math
 import re
@@ -12,6 +12,15 @@ _CALLS = re.compile(r"calls=%?([\w.\-]+)")
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)[\]}]')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _EXCHANGES = "all-to-all", "all-gather"
+_NO_WORK = (
+    "parameter",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "constant",
+    "after-all",
+    "partition-id",
+)
 
 
 class Exchange(NamedTuple):
@@ -35,13 +44,7 @@ def exchanges(text: str) -> list[Exchange]:
     Raises:
       ValueError: for a text that is not of a compiled program.
     """
-    if not re.match("HloModule.*is_scheduled=true", text):
-        raise ValueError("the text has no schedule: give that of a compiled program")
-    bodies, entry = computations_of(text)
-    computations = {
-        name: [*filter(None, map(instruction, body.splitlines()))] for name, body in bodies.items()
-    }
-    lines = {line.name: line for line in computations[entry]}
+    computations, lines = _scheduled(text)
     ops: dict[str, str] = {}
     work: dict[str, int] = {}
     arrived: dict[str, int] = {}
@@ -54,6 +57,78 @@ def exchanges(text: str) -> list[Exchange]:
         for name in ops.keys() - arrived.keys():
             work[name] += _matrix(line, lines)
     return [Exchange(op, arrived[name], work[name]) for name, op in ops.items()]
+
+
+def accessed(text: str) -> int:
+    """Bytes that kernels read and write: results, and of each operand once what is cut out of it.
+
+    Loops count as one kernel, and asynchronous collectives by their ends.
+
+    Raises:
+      ValueError: for a text that is not of a compiled program.
+    """
+    computations, lines = _scheduled(text)
+    total = 0
+    for line in lines.values():
+        if line.opcode in _NO_WORK or line.opcode.endswith("-start"):
+            continue
+        called = _CALLS.search(line.attributes)
+        inside = computations.get(called[1], []) if called else []
+        cut, read = _cut(inside), dict[str, int]()
+        operands = [name for name in _OPERAND.findall(line.operands) if name in lines]
+        if line.opcode.endswith("-done"):
+            operands = _OPERAND.findall(lines[operands[0]].operands)
+        for k, name in enumerate(operands):
+            name, size = _behind(name, lines), _size(lines[name].result)
+            read[name] = min(size, read.get(name, 0) + cut.get(k, size))
+        total += sum(read.values()) + _written(line, inside)
+    return total
+
+
+def _cut(inside: list[Instruction]) -> dict[int, int]:
+    """Bytes cut out of each operand of a fusion that is only cut, or written in place."""
+    found = {}
+    for one in inside:
+        users = [x for x in inside if one.name in _OPERAND.findall(x.operands)]
+        if one.opcode != "parameter" or not users:
+            continue
+        if all(x.opcode in ("slice", "dynamic-slice") for x in users):
+            found[int(one.operands)] = sum(_size(x.result) for x in users)
+        elif all(_updated(x) == one.name for x in users):
+            found[int(one.operands)] = 0
+    return found
+
+
+def _updated(line: Instruction) -> str | None:
+    """What an instruction writes a slice of."""
+    return _OPERAND.findall(line.operands)[0] if line.opcode == "dynamic-update-slice" else None
+
+
+def _written(line: Instruction, inside: list[Instruction]) -> int:
+    """Bytes of a result, of an updated slice those of the slice."""
+    root = next((x for x in inside if x.line.lstrip().startswith("ROOT ")), line)
+    if _updated(root):
+        slice_of = _OPERAND.findall(root.operands)[1]
+        return sum(_size(x.result) for x in inside if x.name == slice_of)
+    return _size(line.result)
+
+
+def _behind(name: str, lines: dict[str, Instruction]) -> str:
+    """The array that a name stands for."""
+    line = lines[name]
+    of = [x for x in _OPERAND.findall(line.operands) if x in lines]
+    return _behind(of[0], lines) if line.opcode == "bitcast" and of else name
+
+
+def _scheduled(text: str) -> tuple[dict[str, list[Instruction]], dict[str, Instruction]]:
+    """The instructions of each computation, and those of the first by name, in their order."""
+    if not re.match("HloModule.*is_scheduled=true", text):
+        raise ValueError("the text has no schedule: give that of a compiled program")
+    bodies, entry = computations_of(text)
+    computations = {
+        name: [*filter(None, map(instruction, body.splitlines()))] for name, body in bodies.items()
+    }
+    return computations, {line.name: line for line in computations[entry]}
 
 
 def _started(line: Instruction, computations: dict[str, list[Instruction]]) -> str | None:
