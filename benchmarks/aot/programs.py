@@ -205,9 +205,13 @@ def _plain(tx: optax.GradientTransformation, model: Model, mesh: Mesh, specs: An
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     params = jax.tree.map(lay, model.params, specs)
+
+    def is_masked(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
     state = optax.tree.map_params(
-        tx, lambda _, x: x, jax.eval_shape(tx.init, model.params), params,
-        transform_non_params=lambda x: lay(x, P()),
+        tx, lambda old, x: old if is_masked(old) else x, jax.eval_shape(tx.init, model.params),
+        params, transform_non_params=lambda x: lay(x, P()), is_leaf=is_masked,
     )  # fmt: skip
 
     def step(grads_or_batch: Any, params: Any, state: Any) -> Any:
