@@ -100,7 +100,7 @@ def lion_cub(
 
     Raises:
       ValueError: as `communicate`; for betas outside [0, 1), and rates and decays that are not finite.
-      TypeError: for a part of the wrong kind, or a mask that is not of bools.
+      TypeError: for a component of the wrong kind, or a mask that is not of bools.
 
     Example:
       >>> import lioncub_jax as lc
@@ -449,7 +449,7 @@ def owner(
     Raises:
       ValueError: as `communicate`; when traced, for a ``tx`` that mixes elements, uses parameters or
         keeps arrays of another shape.
-      TypeError: for a part of the wrong kind, or a ``tx`` that is no transform.
+      TypeError: for a component of the wrong kind, or a ``tx`` that is no transform.
 
     Example:
       >>> import lioncub_jax as lc, optax

@@ -282,7 +282,7 @@ MUTANTS = r"""
 - (num_workers * (2**p - 1)).bit_length()
 + (num_workers * (2**p - 1) - 1).bit_length()
 
-= any_in_rows: in a part block the upper lanes of a row are not seen
+= any_in_rows: in a short block the upper lanes of a row are not seen
 - either, bit = either | (either >> bit), bit // 2
 + bit //= 2
 
@@ -462,8 +462,8 @@ MUTANTS = r"""
 + i != last and not inside[i]
 
 = find_holders: what a class declares is not asked in front of an exchange
-- find_holders(part, in_front=front) if holder is None
-+ find_holders(part, in_front=front) if holder is None or front
+- find_holders(child, in_front=front) if holder is None
++ find_holders(child, in_front=front) if holder is None or front
 
 # mesh/boxes.py: boxes
 = _variable: the workers' axis is written behind the names of a box

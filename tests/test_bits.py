@@ -13,7 +13,7 @@ from lioncub_jax.exchange.wires import Reply
 
 
 def key_words(x):
-    """``bool[..., rows, 128]`` to ``uint32[..., 4 rows]``, by numpy; a part block folds its lanes."""
+    """``bool[..., rows, 128]`` to ``uint32[..., 4 rows]``, by numpy; a short block folds its lanes."""
     whole = x.shape[-2] - x.shape[-2] % 32
     parts = [x[..., r : r + 32, :] for r in range(0, whole, 32)]
     if n := x.shape[-2] - whole:
@@ -41,7 +41,7 @@ def numbers_of(planes, n):
 
 # --- Bits of elements, and of rows
 
-ROWS = [2, 16, 32, 36, 72]  # part blocks, a block, and both
+ROWS = [2, 16, 32, 36, 72]  # short blocks, a block, and both
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -106,7 +106,9 @@ class AtOwner(Decision):
             checks.check_elementwise(self.tx, rows, inner)
         else:
             assert deal is not None
-            whole, other = [matrices.cut_rows(rows, deal, part) for part in MatricesAndRest._fields]
+            whole, other = [
+                matrices.cut_rows(rows, deal, which) for which in MatricesAndRest._fields
+            ]
             inner = MatricesAndRest(self.tx.init(whole), self.rest.init(other))
             checks.check_elementwise(self.tx, whole, inner.matrices, may_mix=True)
             checks.check_elementwise(self.rest, other, inner.rest)

@@ -3,7 +3,7 @@
 A *row* is 128 consecutive elements of a leaf, a *block* is 32 rows. A *word* is a uint32 that holds one
 bit of each of the 32 rows of a block: word ``j`` holds element ``j`` of each row, bit ``k`` that of row
 ``k``. So shifts never cross the 128 lanes, which are the lanes of a TPU register, of a GPU warp and of a
-CPU's vectors. Rows come in whole blocks, and behind them may come a *part block* of n = 2, 4, 8 or 16
+CPU's vectors. Rows come in whole blocks, and behind them may come a *short block* of n = 2, 4, 8 or 16
 rows, so that few numbers are few words: in ``4 n`` words, bits 0 to n - 1 are the first ``4 n`` elements of
 the rows, the next n bits the next ``4 n``.
 
@@ -56,7 +56,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def whole_rows(rows: int) -> int:
-    """The least number of rows that is no smaller, of whole blocks and at most one part block.
+    """The least number of rows that is no smaller, of whole blocks and at most one short block.
 
     Example:
       >>> from lioncub_jax.exchange import bits
@@ -147,7 +147,7 @@ def _pack_blocks(codes: jax.Array, p: int) -> list[jax.Array]:
 
 
 def _rows_in_blocks(x: jax.Array) -> list[jax.Array]:
-    """``[..., rows, 128]`` as ``[..., blocks, 32, 128]``, then a part block as ``[..., 1, 32, 4 n]``."""
+    """``[..., rows, 128]`` as ``[..., blocks, 32, 128]``, then a short block as ``[..., 1, 32, 4 n]``."""
     *lead, rows, _ = x.shape
     whole, parts = rows - rows % BLOCK, []
     if whole:
@@ -160,7 +160,7 @@ def _rows_in_blocks(x: jax.Array) -> list[jax.Array]:
 
 
 def _in_blocks(words: jax.Array, rows: int) -> list[jax.Array]:
-    """``[..., 4 rows]`` as ``[..., blocks, 128]``, then a part block as ``[..., 1, 4 n]``."""
+    """``[..., 4 rows]`` as ``[..., blocks, 128]``, then a short block as ``[..., 1, 4 n]``."""
     lead, split = words.shape[:-1], rows // BLOCK * ROW
     parts = [words[..., :split].reshape(*lead, -1, ROW)] if split else []
     return parts + ([words[..., None, split:]] if rows % BLOCK else [])

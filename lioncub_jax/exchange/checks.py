@@ -125,9 +125,9 @@ def check_decay(b2: Any, mu_dtype: DTypeLike | None) -> None:
     check_number(f"b2={b2!r}", b2, lambda b2: b2 <= most, allowed)
 
 
-def check_kinds(**parts: tuple[Any, type]) -> None:
-    """Raises ``TypeError`` for a part of another kind than its argument's."""
-    for name, (given, kind) in parts.items():
+def check_kinds(**components: tuple[Any, type]) -> None:
+    """Raises ``TypeError`` for a component of another kind than its argument's."""
+    for name, (given, kind) in components.items():
         if not isinstance(given, kind):
             built = "what a function that builds one returns, called, such as quantize.sign() and not sign"
             raise TypeError(f"{name}={given!r} is not a {kind.__name__}: give {built}")

@@ -99,7 +99,7 @@ class BucketLayout(NamedTuple):
         does: each large leaf, then all small ones.
       large: whether any leaf is large.
       first_row: rows in the buckets before this one.
-      rows_per_chunk: rows of a chunk; whole blocks, and if no leaf is large a part block, see `bits`.
+      rows_per_chunk: rows of a chunk; whole blocks, and if no leaf is large a short block, see `bits`.
       num_chunks: chunks of equal size, one for each worker; or of a bucket that a group shares one for each
         device, called the device's part.
       dtype: of the leaves, the widest if they differ.
@@ -424,8 +424,8 @@ def row_sizes(
     Returns:
       ``int32[rows]``; None where no padding can be mistaken.
     """
-    segments, parts = bucket.segments, []
-    given = {leaf: sizes for leaf, sizes in enumerate(own) if sizes is not None}
+    segments, sizes = bucket.segments, []
+    given = {leaf: x for leaf, x in enumerate(own) if x is not None}
     of_group = any(s.leaf in given for s in segments)
     ragged = any(s.size % ROW for s in segments)
     empty = sum(s.size for s in segments) < bucket.rows * ROW
@@ -433,14 +433,14 @@ def row_sizes(
         return None
     for piece in bucket.pieces:
         if not of_group:
-            parts.append(_filled(piece))
+            sizes.append(_filled(piece))
             continue
         each = []
         for s in piece.segments:
             full = jnp.full(s.size // ROW, ROW, jnp.int32)
             each.append(pad_rows(given.get(s.leaf, full), s.rows))
-        parts.append(pad_rows(jnp.concatenate(each), piece.rows))
-    return pad_rows(jnp.concatenate(parts), bucket.rows)
+        sizes.append(pad_rows(jnp.concatenate(each), piece.rows))
+    return pad_rows(jnp.concatenate(sizes), bucket.rows)
 
 
 def row_sizes_of_part(

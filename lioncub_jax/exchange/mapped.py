@@ -104,10 +104,10 @@ def find_holders(state: optax.OptState, *, in_front: bool = False) -> Any:
     Raises:
       ValueError: for a transform of optax around an exchange that cannot be there.
     """
-    parts, structure = jax.tree_util.tree_flatten_with_path(state, lambda x: x is not state)
-    if parts and not parts[0][0]:  # an array has no path
+    children, structure = jax.tree_util.tree_flatten_with_path(state, lambda x: x is not state)
+    if children and not children[0][0]:  # an array has no path
         return Holder.FRONT if in_front else Holder.ALL
-    inside = [exchanging_state(part) is not None for _, part in parts]
+    inside = [exchanging_state(child) is not None for _, child in children]
     last = max((i for i, x in enumerate(inside) if x), default=-1)
     if last >= 0 and type(state) in _REFUSED:
         name = type(state).__name__.removesuffix("State")
@@ -124,24 +124,24 @@ def find_holders(state: optax.OptState, *, in_front: bool = False) -> Any:
     if hasattr(state, "holders"):
         declared = {name: Holder(x) for name, x in state.holders().items()}
     holders = []
-    for i, ((key,), part) in enumerate(parts):
+    for i, ((key,), child) in enumerate(children):
         front = in_front or (type(state) in _SEQUENCES and i < last and not inside[i])
         holder = declared.get(getattr(key, "name", ""))
         holders.append(
-            find_holders(part, in_front=front) if holder is None
-            else jax.tree.map(lambda _, holder=holder: holder, part)
+            find_holders(child, in_front=front) if holder is None
+            else jax.tree.map(lambda _, holder=holder: holder, child)
         )  # fmt: skip
     return jax.tree.unflatten(structure, holders)
 
 
 def exchanging_state(state: optax.OptState) -> Any:
-    """The first part of a state of a transform in which workers communicate, or None.
+    """The first state, in a state, of a transform in which workers communicate, or None.
 
     Its class says ``exchanges = True``.
     """
 
-    def declares(part: object) -> bool:
-        return bool(getattr(part, "exchanges", False))
+    def declares(node: object) -> bool:
+        return bool(getattr(node, "exchanges", False))
 
     return next(filter(declares, jax.tree.leaves(state, is_leaf=declares)), None)
 

@@ -193,14 +193,14 @@ class Deal(NamedTuple):
         """The mesh axes of the devices that have a part of each matrix."""
         return (*self.group, *[name for name, _ in self.moved])
 
-    def span(self, part: str) -> slice:
+    def span(self, which: str) -> slice:
         """The rows of an owner in which its "matrices" may lie, slices of the "rest", or "" for either."""
-        if part == "matrices":
+        if which == "matrices":
             return slice(0, max(self.matrix_rows))
         own = [run for run in self.pieces if not self.segments[run.leaf].matrices.rows]
         ends = [run.first_row + run.rows for run in own]
         rest = slice(min([run.first_row for run in own], default=0), max(ends, default=0))
-        return rest if part == "rest" else slice(0, self.rows)
+        return rest if which == "rest" else slice(0, self.rows)
 
 
 def matrices_of(
@@ -442,14 +442,14 @@ def whole(parts: jax.Array, hand: Hand, deal: Deal) -> jax.Array:
     return joined_shards(x, inner, kind.whole, kind.cuts).reshape(kind.matrix)
 
 
-def cut_rows(rows: jax.Array, deal: Deal, part: str) -> jax.Array:
-    """Of all rows of a worker's owners those of a part, see `Deal.span`: ``[rows, 128]``."""
-    return rows.reshape(-1, deal.rows, ROW)[:, deal.span(part)].reshape(-1, ROW)
+def cut_rows(rows: jax.Array, deal: Deal, which: str) -> jax.Array:
+    """Of all rows of a worker's owners those in a span, see `Deal.span`: ``[rows, 128]``."""
+    return rows.reshape(-1, deal.rows, ROW)[:, deal.span(which)].reshape(-1, ROW)
 
 
-def in_place(x: jax.Array, deal: Deal, part: str, each: int) -> jax.Array:
+def in_place(x: jax.Array, deal: Deal, which: str, each: int) -> jax.Array:
     """Undoes `cut`, for ``each`` owners of a worker, with zeros elsewhere."""
-    span = deal.span(part)
+    span = deal.span(which)
     x = x.reshape(each, span.stop - span.start, ROW)
     return jnp.pad(x, ((0, 0), (span.start, deal.rows - span.stop), (0, 0))).reshape(-1, ROW)
 

@@ -671,7 +671,7 @@ def _decoder(max_code: int) -> Callable[..., jax.Array]:
 
 
 def _packed(fields: jax.Array, p: int, context: Context) -> list[jax.Array]:
-    """Packs fields ``[rows, 128]`` to planes ``uint32[4 rows]``, part by part."""
+    """Packs fields ``[rows, 128]`` to planes ``uint32[4 rows]``, chunk by chunk."""
     return [plane.reshape(-1) for plane in bits.pack(context.in_chunks(fields), p)]
 
 

@@ -265,9 +265,9 @@ def sync_momentum(
             args = due, mu, owner, mask, exchange, group, count
             mu, owner = placement.on_shards(_coded_mean_if, args, (mu, owner), own)
         elif group and not axes.tracked(axis):  # the sums of a group's parts need types
-            parts, lie = (due, mu, drift, mask), own and (*own[:2], P(), P())
+            given, lie = (due, mu, drift, mask), own and (*own[:2], P(), P())
             mean = partial(_mean_if, axis=axis)
-            mu, drift = placement.on_shards(mean, parts, (mu, drift), lie)
+            mu, drift = placement.on_shards(mean, given, (mu, drift), lie)
         else:
             mu, drift = _mean_if(due, mu, drift, mask, axis)
         inner_state = optax.tree.set(inner_state, _of_a_worker, mu=mu)

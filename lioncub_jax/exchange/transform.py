@@ -121,10 +121,10 @@ def communicate(
       are the same on every worker. ``abstain``: ``bool[]`` of this worker.
 
     Raises:
-      ValueError: for parts that do not fit together; when traced, for an axis that is not bound,
+      ValueError: for components that do not fit together; when traced, for an axis that is not bound,
         gradients that were already reduced, a state of other parameters, or too many workers for a codec
         or wire.
-      TypeError: without a momentum rule, or for a part of another kind; when traced, for integer or
+      TypeError: without a momentum rule, or for a component of another kind; when traced, for integer or
         complex leaves, or a misspelled ``abstain``.
 
     Example:

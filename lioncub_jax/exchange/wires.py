@@ -306,12 +306,12 @@ def concatenate(
             f"rows, and its size says {size.planes}, {size.numbers} and {size.row_words}: give what "
             "ReplyCodec.format or the Codec says (numbers of a reply: ties, present, and two for pairs)"
         )
-    parts = [*planes]
+    fields = [*planes]
     for x in numbers:
-        parts.append(jnp.broadcast_to(x, (chunks,)))
+        fields.append(jnp.broadcast_to(x, (chunks,)))
     if row_data is not None:
-        parts.append(row_data)
-    words = jnp.concatenate([x.reshape(chunks, -1) for x in parts], axis=1)
+        fields.append(row_data)
+    words = jnp.concatenate([x.reshape(chunks, -1) for x in fields], axis=1)
     return jnp.pad(words, ((0, 0), (0, size.words - words.shape[1])))
 
 
@@ -582,8 +582,8 @@ def _grid_row(words: int, workers: int) -> int:
 
     XLA for TPU makes an all-reduce, of twice the bytes, of an all-gather that joins all chips of a slice of
     64 or more: in a torus of two dimensions (the kinds called "lite") up to a size of the result, in one of
-    three always. It does not change an all-gather over a part of the slice. Seen in compiled programs of
-    jax 0.10.2.
+    three always. It does not change an all-gather over some chips of the slice. Seen in compiled programs
+    of jax 0.10.2.
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = mesh.abstract_device

@@ -60,7 +60,7 @@ def runtime_constants(numbers: Sequence[int], num_steps: jax.Array) -> list[jax.
 
 
 def materialized(x: jax.Array) -> jax.Array:
-    """The same values, computed once and stored, not computed again for each use of a part of them."""
+    """The same values, computed once and stored, not computed again for each use of some of them."""
     words = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     # XLA stores the results of reductions, and does not see that the second half is empty.
     first = jnp.arange(2).reshape(2, *[1] * x.ndim) == 0
