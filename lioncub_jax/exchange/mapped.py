@@ -141,7 +141,7 @@ def exchanging_state(state: optax.OptState) -> Any:
     """
 
     def declares(node: object) -> bool:
-        return bool(getattr(node, "exchanges", False))
+        return bool(getattr(type(node), "exchanges", False))
 
     return next(filter(declares, jax.tree.leaves(state, is_leaf=declares)), None)
 

@@ -151,7 +151,7 @@ class _Matching:
         A number, or an array in something, is too like others; a key is not, nor an argument.
         """
         is_slot = self._slots.has
-        leaves, tree = jax.tree.flatten(opened(node))
+        leaves, tree = jax.tree.flatten(node if is_slot(node) else opened(node))
         is_known = not is_slot(node) or self._is_known(node, is_argument)
         if is_known and any(map(is_slot, leaves)):
             kinds = tuple([self._kind_before(x) if is_slot(x) else as_static(x) for x in leaves])
@@ -162,7 +162,7 @@ class _Matching:
 
     def _is_known(self, slot: object, is_argument: bool) -> bool:
         shape = self._arguments.leaves[self._slots[slot]].shape
-        return is_key(shape) or (shape.ndim > 0 and (is_argument or shape.dtype == np.uint32))
+        return (shape.ndim > 0 and (is_argument or shape.dtype == np.uint32)) or is_key(shape)
 
     def _kind_before(self, slot: object) -> Any:
         leaf = self._arguments.leaves[self._slots[slot]]
