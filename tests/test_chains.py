@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -243,8 +244,14 @@ def test_a_mask_that_can_be_called_is_a_tree():
     assert state[0].drift.w > 0 and state[0].drift.b == -1
 
 
+class OfEquinox(eqx.Module):
+    w: Any
+    b: Any
+
+
 CONTAINERS = {
     "dict": dict, "FrozenDict": FrozenDict, "State": nnx.State, "Model": lambda x: Model(**x),
+    "equinox": lambda x: OfEquinox(**x),
 }  # fmt: skip
 
 
