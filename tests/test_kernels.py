@@ -141,7 +141,7 @@ def test_a_chunk_in_the_order_of_tiles_moves_to_one_in_that_of_leaves(as_tpu, tm
     params = {"w": jnp.zeros((24, 384)), "b": jnp.zeros(70)}
 
     def leaves_of(flat):
-        return layout.split_bucket(flat.value.inner.mu.reshape(-1, ROW), flat.bucket.pieces)
+        return flat.bucket.split(flat.value.inner.mu.reshape(-1, ROW))
 
     def owned(workers, yes):
         as_tpu(yes)

@@ -275,12 +275,12 @@ def test_every_element_has_one_place_and_a_matrix_lies_with_one_owner(leaves, wo
     numbers = [Numbers(1, 2) if whole else None for *_, whole in leaves]
     found = matrices.matrices_of(numbers, [jnp.asarray(x) for x in arrays])
     [deal] = matrices.deals(arrays, [()] * len(arrays), found, workers, (), group)
-    rows = np.asarray(matrices.join(list(map(jnp.asarray, arrays)), deal))
-    back = matrices.split(jnp.asarray(rows), deal)
+    rows = np.asarray(deal.join(list(map(jnp.asarray, arrays))))
+    back = deal.split(jnp.asarray(rows))
     assert all(np.array_equal(back[k], x) for k, x in enumerate(arrays))
     real = rows > 0
     assert len({*rows[real]}) == real.sum() == first - 1
-    sizes = [matrices.row_sizes(deal, jnp.int32(device)) for device in range(group)]
+    sizes = [deal.part_sizes(jnp.int32(device)) for device in range(group)]
     assert np.array_equal(np.concatenate(sizes), real.sum(1))
     owners = np.arange(len(rows))[:, None] % deal.rows_per_chunk // deal.rows * np.ones(128)
     owner = dict(zip(rows[real].tolist(), owners[real].tolist(), strict=True))

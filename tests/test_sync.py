@@ -12,7 +12,6 @@ from oracle.sync import synced
 from test_against_reference import integers, nobody_abstains, simulate, zeros
 
 import lioncub_jax as lc
-from lioncub_jax.exchange import layout
 
 S = lc.sync
 STEPS, WORKERS = 9, 4
@@ -268,10 +267,7 @@ def test_in_codes_each_device_syncs_its_own_shards_or_slices(sizes, specs, names
     mu = state.opt_state[0].inner.mu
     if not specs:
         (flat,) = mu
-        each = [
-            layout.split_bucket(rows.reshape(-1, 128), flat.bucket.pieces)
-            for rows in flat.value.reshape(4, -1)
-        ]
+        each = [flat.bucket.split(rows.reshape(-1, 128)) for rows in flat.value.reshape(4, -1)]
         mu = {k: np.stack([own[i] for own in each]) for i, k in enumerate(sorted(GRID))}
     assert_same(mu, {k: x[-1] for k, x in want.mu.items()})
     assert np.ptp(mu["w"], 0).any()

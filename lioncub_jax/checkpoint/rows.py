@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange import layout, matrices, wires
+from lioncub_jax.exchange import matrices, wires
 from lioncub_jax.exchange.at_owner import MatricesAndRest
 from lioncub_jax.exchange.bits import ROW, common_dtype, round_up
 from lioncub_jax.exchange.layout import BucketLayout
@@ -140,22 +140,15 @@ def _to_leaves(x: jax.Array, bucket: BucketLayout | Deal, over: Any) -> dict[int
     """The leaves of a bucket, out of all its rows or the chunk that this device has."""
     if len(x) < bucket.num_chunks * bucket.rows_per_chunk:
         x = wires.gather_rows(x, over)
-    if isinstance(bucket, Deal):
-        return matrices.split(x, bucket)
-    return layout.split_bucket(x, bucket.pieces)
+    return bucket.split(x)
 
 
 def _to_rows(leaves: Any, bucket: BucketLayout | Deal, over: Any, num_rows: int) -> jax.Array:
     """The rows of a bucket that this device has, at least float32: a chunk, or all."""
     if isinstance(bucket, Deal):
-        none = {s.leaf: jnp.zeros(s.shape) for s in bucket.segments}
-        rows = matrices.join(none | leaves, bucket)
+        rows = bucket.join({s.leaf: jnp.zeros(s.shape) for s in bucket.segments} | leaves)
     else:
-        wide, parts = common_dtype(jnp.float32, *leaves.values()), []
-        for piece in bucket.pieces:
-            x = layout.join_piece(leaves, piece).astype(wide)
-            parts.append(layout.piece_to_rows(x, piece))
-        rows = layout.pad_rows(jnp.concatenate(parts), bucket.rows)
+        rows = bucket.join(leaves, common_dtype(jnp.float32, *leaves.values()))
     if num_rows < len(rows):
         rows = lax.dynamic_slice_in_dim(rows, worker_index(over) * num_rows, num_rows)
     return rows

@@ -4,7 +4,7 @@
 |---|---|---|
 | leaves | the array of a piece | `join_piece`, `split_piece` |
 | the array of a piece | its rows ``[rows, 128]`` | `piece_to_rows`, `rows_to_piece` |
-| leaves | the rows of a whole bucket | `join_bucket`, `split_bucket` |
+| leaves | the rows of a whole bucket | `BucketLayout.join`, `BucketLayout.split` |
 | a leaf's elements in the order of its rows | in its shape | `to_shape` |
 
 Leaves are cut into rows of 128 elements, the last one padded. The rows of many leaves are one *bucket*,
@@ -131,6 +131,27 @@ class BucketLayout(NamedTuple):
         """The number of equal runs of rows in which a piece is packed."""
         # Chunks of whole blocks begin with a block, wherever pieces begin.
         return 1 if self.large else self.num_chunks
+
+    def join(self, leaves: Any, dtype: Any = jnp.float32) -> jax.Array:
+        """All of its leaves as ``[rows, 128]`` of a dtype, zeros in the padding."""
+        rows = []
+        for piece in self.pieces:
+            rows.append(piece_to_rows(join_piece(leaves, piece).astype(dtype), piece))
+        return pad_rows(jnp.concatenate(rows), self.rows)
+
+    def split(self, rows: jax.Array, num_steps: jax.Array | None = None) -> dict[int, jax.Array]:
+        """Undoes `join`: each leaf by its index; in a step with ``num_steps``, see `pieces`."""
+        leaves: dict[int, jax.Array] = {}
+        for piece in self.pieces if num_steps is None else pieces(self, num_steps):
+            leaves |= split_piece(rows[piece.first_row :][: piece.rows], piece)
+        return leaves
+
+    def part_sizes(self, device: jax.Array, padding_counts: bool = False) -> jax.Array | None:
+        """`row_sizes` of the part of one device of a group: ``int32[rows]``."""
+        sizes = row_sizes(self, padding_counts=padding_counts)
+        if sizes is None:
+            return None
+        return lax.dynamic_slice_in_dim(sizes, device * self.rows_per_chunk, self.rows_per_chunk)
 
 
 @jax.tree_util.register_dataclass
@@ -347,14 +368,6 @@ def lies_in_rows(piece: Piece) -> bool:
     return whole and s.size == piece.rows * ROW
 
 
-def join_bucket(leaves: Sequence[jax.Array], bucket: BucketLayout) -> jax.Array:
-    """All leaves of a bucket as ``float32[rows, 128]``, zeros in the padding."""
-    rows = []
-    for piece in bucket.pieces:
-        rows.append(piece_to_rows(join_piece(leaves, piece).astype(jnp.float32), piece))
-    return pad_rows(jnp.concatenate(rows), bucket.rows)
-
-
 def split_piece(x: jax.Array, piece: Piece) -> dict[int, jax.Array]:
     """Undoes `join_piece`: each leaf of a piece in its own shape, by its index."""
     if not piece.joined:
@@ -364,14 +377,6 @@ def split_piece(x: jax.Array, piece: Piece) -> dict[int, jax.Array]:
     for start, s in zip(piece.starts, piece.segments, strict=True):
         corner = jnp.asarray(start, jnp.uint32), first_column
         leaves[s.leaf] = _rows_to_leaf(lax.dynamic_slice(rows, corner, (s.rows, ROW)), s)
-    return leaves
-
-
-def split_bucket(rows: jax.Array, pieces: Sequence[Piece]) -> dict[int, jax.Array]:
-    """Undoes `join_bucket`: of the rows of a bucket each leaf, by its index."""
-    leaves: dict[int, jax.Array] = {}
-    for piece in pieces:
-        leaves |= split_piece(rows[piece.first_row :][: piece.rows], piece)
     return leaves
 
 
@@ -441,16 +446,6 @@ def row_sizes(
             each.append(pad_rows(given.get(s.leaf, full), s.rows))
         sizes.append(pad_rows(jnp.concatenate(each), piece.rows))
     return pad_rows(jnp.concatenate(sizes), bucket.rows)
-
-
-def row_sizes_of_part(
-    bucket: BucketLayout, device: jax.Array, padding_counts: bool = False
-) -> jax.Array | None:
-    """`row_sizes` of the part of one device of a group: ``int32[rows]``."""
-    sizes = row_sizes(bucket, padding_counts=padding_counts)
-    if sizes is None:
-        return None
-    return lax.dynamic_slice_in_dim(sizes, device * bucket.rows_per_chunk, bucket.rows_per_chunk)
 
 
 def _filled(piece: Piece) -> jax.Array:

@@ -202,6 +202,62 @@ class Deal(NamedTuple):
         rest = slice(min([run.first_row for run in own], default=0), max(ends, default=0))
         return rest if which == "rest" else slice(0, self.rows)
 
+    def join(self, leaves: Any) -> jax.Array:
+        """All of its leaves as ``float32[G rows, 128]``, zeros in the padding."""
+        flat, parts, at, devices = {}, [], 0, self.num_chunks
+        for k, (i, _, one) in enumerate(self.segments):
+            flat[k] = leaves[i].transpose(one.order).reshape(-1)
+        for run in self.pieces:
+            first = run.owner * self.rows + run.first_row
+            parts.append(jnp.zeros((devices, first - at, ROW)))
+            x = flat[run.leaf][run.start :][: run.number * run.size].astype(jnp.float32)
+            missing = devices * run.rows * ROW - run.size
+            x = jnp.pad(x.reshape(run.number, run.size), ((0, 0), (0, missing)))
+            parts.append(
+                x.reshape(run.number, devices, -1).swapaxes(0, 1).reshape(devices, -1, ROW)
+            )
+            at = first + run.number * run.rows
+        parts.append(jnp.zeros((devices, self.rows_per_chunk - at, ROW)))
+        return jnp.concatenate(parts, 1).reshape(-1, ROW)
+
+    def split(self, rows: jax.Array, num_steps: jax.Array | None = None) -> dict[int, jax.Array]:
+        """Undoes `join`, of ``[..., G rows, 128]``: leaves ``[..., *shape]`` by index."""
+        del num_steps  # which `BucketLayout.split` is given
+        lead, devices = rows.shape[:-2], self.num_chunks
+        sizes, at = [], 0  # split, and not sliced: the transpose joins all of them at once
+        for run in self.pieces:
+            first = run.owner * self.rows + run.first_row
+            sizes += [first - at, run.number * run.rows]
+            at = sum(sizes)
+        x = rows.reshape(*lead, devices, -1, ROW)
+        parts = lax.split(x, [*sizes, self.rows_per_chunk - at], x.ndim - 2)[1::2]
+        slices = defaultdict(list)
+        for run, part in zip(self.pieces, parts, strict=True):
+            part = part.reshape(*lead, devices, run.number, -1).swapaxes(-3, -2)
+            part = part.reshape(*lead, run.number, -1)[..., : run.size]
+            slices[run.leaf].append((run.start, part.reshape(*lead, -1)))
+        leaves = {}
+        for k, some in slices.items():
+            i, shape, one = self.segments[k]
+            flat = jnp.concatenate([part for _, part in sorted(some, key=lambda x: x[0])], -1)
+            back = [len(lead) + one.order.index(d) for d in range(len(shape))]
+            x = flat.reshape(*lead, *self.segments[k].in_order)
+            leaves[i] = x.transpose(*range(len(lead)), *back)
+        return leaves
+
+    def part_sizes(self, device: jax.Array, padding_counts: bool = True) -> jax.Array:
+        """Elements of each row of a device of a group that are no padding: ``int32[rows]``."""
+        del padding_counts  # which `BucketLayout.part_sizes` is given
+        row, filled = jnp.arange(self.rows)[None], jnp.array(self.filled)[:, None]
+        sizes = jnp.where(row < filled, ROW, 0).reshape(-1).astype(jnp.int32)
+        for run in self.pieces:
+            if run.size < self.num_chunks * run.rows * ROW:
+                first = run.owner * self.rows + run.first_row
+                own = device * run.rows + jnp.arange(run.rows, dtype=jnp.int32)
+                own = jnp.tile(jnp.clip(run.size - own * ROW, 0, ROW), run.number)
+                sizes = sizes.at[first : first + len(own)].set(own)
+        return sizes
+
 
 def matrices_of(
     numbers: DimensionNumbers, params: optax.Params, specs: Sequence[P] | None = None
@@ -371,66 +427,7 @@ def slice_rows(size: int, group_size: int) -> int:
     return divide_up(size, ROW * group_size)
 
 
-# --- Leaves to rows, and back
-
-
-def join(leaves: Sequence[jax.Array], deal: Deal) -> jax.Array:
-    """All leaves of a deal as ``float32[G rows, 128]``, zeros in the padding."""
-    flat, parts, at, devices = {}, [], 0, deal.num_chunks
-    for k, (i, _, one) in enumerate(deal.segments):
-        flat[k] = leaves[i].transpose(one.order).reshape(-1)
-    for run in deal.pieces:
-        first = run.owner * deal.rows + run.first_row
-        parts.append(jnp.zeros((devices, first - at, ROW)))
-        x = flat[run.leaf][run.start :][: run.number * run.size].astype(jnp.float32)
-        missing = devices * run.rows * ROW - run.size
-        x = jnp.pad(x.reshape(run.number, run.size), ((0, 0), (0, missing)))
-        parts.append(x.reshape(run.number, devices, -1).swapaxes(0, 1).reshape(devices, -1, ROW))
-        at = first + run.number * run.rows
-    parts.append(jnp.zeros((devices, deal.rows_per_chunk - at, ROW)))
-    return jnp.concatenate(parts, 1).reshape(-1, ROW)
-
-
-def split(
-    rows: jax.Array, deal: Deal, *, matrices: bool = True, rest: bool = True
-) -> dict[int, jax.Array]:
-    """Undoes `join`, of ``[..., G rows, 128]``: leaves ``[..., *shape]`` by index, some of them."""
-    lead, devices = rows.shape[:-2], deal.num_chunks
-    sizes, at = [], 0  # split, and not sliced: the transpose joins all of them at once
-    for run in deal.pieces:
-        first = run.owner * deal.rows + run.first_row
-        sizes += [first - at, run.number * run.rows]
-        at = sum(sizes)
-    x = rows.reshape(*lead, devices, -1, ROW)
-    parts = lax.split(x, [*sizes, deal.rows_per_chunk - at], x.ndim - 2)[1::2]
-    slices = defaultdict(list)
-    for run, part in zip(deal.pieces, parts, strict=True):
-        part = part.reshape(*lead, devices, run.number, -1).swapaxes(-3, -2)
-        part = part.reshape(*lead, run.number, -1)[..., : run.size]
-        slices[run.leaf].append((run.start, part.reshape(*lead, -1)))
-    leaves = {}
-    for k, some in slices.items():
-        i, shape, one = deal.segments[k]
-        if not (matrices if one.rows else rest):
-            continue
-        flat = jnp.concatenate([part for _, part in sorted(some, key=lambda x: x[0])], -1)
-        back = [len(lead) + one.order.index(d) for d in range(len(shape))]
-        x = flat.reshape(*lead, *deal.segments[k].in_order)
-        leaves[i] = x.transpose(*range(len(lead)), *back)
-    return leaves
-
-
-def row_sizes(deal: Deal, device: jax.Array) -> jax.Array:
-    """Elements of each row of a device of a group that are no padding: ``int32[rows]``."""
-    row, filled = jnp.arange(deal.rows)[None], jnp.array(deal.filled)[:, None]
-    sizes = jnp.where(row < filled, ROW, 0).reshape(-1).astype(jnp.int32)
-    for run in deal.pieces:
-        if run.size < deal.num_chunks * run.rows * ROW:
-            first = run.owner * deal.rows + run.first_row
-            own = device * run.rows + jnp.arange(run.rows, dtype=jnp.int32)
-            own = jnp.tile(jnp.clip(run.size - own * ROW, 0, ROW), run.number)
-            sizes = sizes.at[first : first + len(own)].set(own)
-    return sizes
+# --- One matrix at a time
 
 
 def whole(parts: jax.Array, hand: Hand, deal: Deal) -> jax.Array:

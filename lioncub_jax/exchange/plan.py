@@ -127,7 +127,7 @@ class Plan(NamedTuple):
             read where ``shared`` has them.
         """
         if self.shared:
-            row_sizes = [sizes_of_part(x, device, self.padding_counts) for x in self.shared]
+            row_sizes = [x.part_sizes(device, self.padding_counts) for x in self.shared]
         buckets = []
         for bucket in self.buckets:
             shard, _ = axes.shard_of(bucket.layout.axes, self.axis)
@@ -241,15 +241,6 @@ def bucket_leaves(
     parts = [jax.ShapeDtypeStruct((x.rows_per_chunk, ROW), x.dtype) for x in shared]
     over = [x.axes for x in shared]
     return shared, layout.buckets(parts, num_workers, limit, over)
-
-
-def sizes_of_part(
-    bucket: BucketLayout | Deal, device: jax.Array, padding_counts: bool
-) -> jax.Array | None:
-    """Elements of each row of a device's part that are no padding; None where none can be mistaken."""
-    if isinstance(bucket, Deal):
-        return matrices.row_sizes(bucket, device)
-    return layout.row_sizes_of_part(bucket, device, padding_counts)
 
 
 def check_dealt(exchange: Exchange, over: Sequence[Collection[str]], num_workers: int) -> None:

@@ -237,12 +237,12 @@ def single_worker_step(
     decided, new_owner_states = list(values), list(owner_states)
     if decision.has_state:
         for k, bucket in enumerate(plan.buckets):
-            rows = layout.join_bucket(values, bucket.layout)
+            rows = bucket.layout.join(values)
             context = decision_context(exchange.message_codec, plan, bucket, sharded=False)
             rows, new_owner_states[k] = decision.decide_locally(
                 rows, present, context, owner_states[k]
             )
-            for i, x in layout.split_bucket(rows, bucket.layout.pieces).items():
+            for i, x in bucket.layout.split(rows).items():
                 decided[i] = x
 
     updates, new_mu, new_error = {}, [], []

@@ -17,7 +17,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange import checks, decide, layout, momentum, quantize, wires
+from lioncub_jax.exchange import checks, decide, momentum, quantize, wires
 from lioncub_jax.exchange.bits import add_count, common_dtype
 from lioncub_jax.exchange.checks import check_count
 from lioncub_jax.exchange.layout import Flat
@@ -338,7 +338,7 @@ def _coded_mean_if(
     row_sizes: list[jax.Array | None] = [None] * len(old)
     if group:
         device = axes.worker_index(group)
-        row_sizes = [layout.row_sizes_of_part(x.bucket, device) for x in _group_parts(mu)]
+        row_sizes = [x.bucket.part_sizes(device) for x in _group_parts(mu)]
     plan = plan_of_step(exchange, jax.tree.leaves(_picked(mu, mask)), count, row_sizes)
 
     def sync(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange import bits, checks, decide, layout, matrices, quantize, wires
+from lioncub_jax.exchange import bits, checks, decide, layout, quantize, wires
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.checks import check_count, check_kinds
 from lioncub_jax.exchange.layout import BucketLayout, Flat, register_with_flax
@@ -326,7 +326,7 @@ def take_step(
     leaves, tree = jax.tree.flatten(updates)
     grads, group, shared = leaves, exchange.group, plan.shared
     if exchange.joins_leaves:
-        rows = [join_shared(leaves, x) for x in shared]
+        rows = [x.join(leaves) for x in shared]
         grads = [wires.mean_part(x, group) for x in rows] if group else rows
         layout.check_order([*state.mu, *state.error], [*shared, *shared])
         kept = [x.value for x in state.mu], [x.value for x in state.error]
@@ -346,7 +346,9 @@ def take_step(
         kept_mu = zip(grads, mu, strict=True)
         mu = [jnp.where(here, forgotten(share, g, x), x) for g, x in kept_mu]
     if exchange.joins_leaves:
-        new = split_shared(plan, new)
+        parts, new = new, {}
+        for k, bucket in enumerate(shared):
+            new |= bucket.split(parts[k].reshape(-1, ROW), plan.num_steps)
         state = state._replace(mu=flats(mu, shared), error=flats(error, shared))
     else:
         state = state._replace(mu=tree.unflatten(mu), error=tree.unflatten(error))
@@ -429,22 +431,3 @@ def in_units(reply: Reply, tie: int, pair: int) -> jax.Array:
 def unit_of(largest: int) -> int:
     """The power of two in units of which a word holds sums up to ``largest``."""
     return max(largest.bit_length() - 32, 0)
-
-
-def join_shared(leaves: Sequence[jax.Array], bucket: BucketLayout | Deal) -> jax.Array:
-    """The rows of the leaves of a shared bucket, ``float32[rows, 128]``."""
-    if isinstance(bucket, Deal):
-        return matrices.join(leaves, bucket)
-    return layout.join_bucket(leaves, bucket)
-
-
-def split_shared(plan: Plan, parts: dict[int, jax.Array]) -> dict[int, jax.Array]:
-    """Leaves by index, from all parts of each shared bucket, ``[devices, rows, 128]``."""
-    leaves: dict[int, jax.Array] = {}
-    for k, bucket in enumerate(plan.shared):
-        rows = parts[k].reshape(-1, ROW)
-        if isinstance(bucket, Deal):
-            leaves |= matrices.split(rows, bucket)
-        else:
-            leaves |= layout.split_bucket(rows, layout.pieces(bucket, plan.num_steps))
-    return leaves
