@@ -163,11 +163,11 @@ MUTANTS = r"""
 - heapq.heapreplace(heap, (load + kind.work, owner))
 + heapq.heapreplace(heap, (load - kind.work, owner))
 
-= join: matrices are taken by the order of their elements, whatever their dimension numbers
+= Deal.join: matrices are taken by the order of their elements, whatever their dimension numbers
 - flat[k] = leaves[i].transpose(one.order).reshape(-1)
 + flat[k] = leaves[i].reshape(-1)
 
-= row_sizes: a row of which a device has a part has no padding
+= Deal.part_sizes: a row of which a device has a part has no padding
 - own = jnp.tile(jnp.clip(run.size - own * ROW, 0, ROW), run.number)
 + own = jnp.tile(jnp.full_like(own, ROW), run.number)
 
@@ -196,17 +196,17 @@ MUTANTS = r"""
 - rows, 1, k, start, here
 + rows, 1, k, 0, here
 
-= split: slices of a leaf are joined in the order of their owners
+= Deal.split: slices of a leaf are joined in the order of their owners
 - sorted(some, key=lambda x: x[0])
 + some
 
-= split: a leaf comes back by the order of its matrices' dimensions, and not by the inverse of it
+= Deal.split: a leaf comes back by the order of its matrices' dimensions, and not by the inverse of it
 - one.order.index(d) for d
 + one.order[d] for d
 
-= row_sizes: rows behind the last that an owner has are no padding
+= Deal.part_sizes: rows behind the last that an owner has are no padding
 - jnp.where(row < filled
-+ jnp.where(row < deal.rows + 0 * filled
++ jnp.where(row < self.rows + 0 * filled
 
 = whole: shards of a matrix in a group are taken for others
 - reshape(deal.num_chunks, shards, -1).swapaxes(0, 1)
