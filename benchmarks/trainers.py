@@ -86,7 +86,14 @@ TRAINERS = [
     Trainer("flax_linen", "Flax, `TrainState`, and grain", "flax", "flax"),
     Trainer("keras_fit", "Keras, `Model.fit`", "keras", "keras"),
     Trainer("numpyro_svi", "numpyro, `SVI`", "numpyro", "numpyro"),
-    Trainer("maxtext_pretrain", "MaxText, pre-training", "maxtext", "maxtext", MAXTEXT),
+    Trainer(
+        "maxtext_pretrain",
+        "MaxText, pre-training",
+        "maxtext",
+        "maxtext",
+        MAXTEXT,
+        other="maxtext_other_workers",
+    ),
     Trainer(
         "maxtext_pretrain",
         "MaxText without `scan_layers`",
@@ -208,7 +215,7 @@ def variables(devices: int, cache: Path | None = None) -> dict[str, str]:
     }  # fmt: skip
     if cache:
         own |= {"JAX_COMPILATION_CACHE_DIR": str(cache)}
-        own |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+        own |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return os.environ | own
 
 

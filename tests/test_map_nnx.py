@@ -136,3 +136,58 @@ def test_a_module_may_be_returned_and_streams_be_an_argument():
     model, rngs = Model(nnx.Rngs(0)), nnx.Rngs(noise=1)
     same, logits = lc.map_step(step, workers())(model, rngs, {"x": X, "y": Y})
     assert same is model and logits.shape == (16, 3) and rngs.noise.count[...] == 1
+
+
+def whole_state_step(graphdef, state, batch):
+    """A step of an ``nnx.State`` of a model and its optimizer, as MaxText has it."""
+    model, optimizer = nnx.merge(graphdef, state)
+    (loss, _), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model, batch)
+    optimizer.update(model, grads)
+    return nnx.state((model, optimizer)), loss
+
+
+def two_states_step(graphdef, tx, params, rest, opt_state, batch):
+    """A step of bare ``nnx.State``, with a state of optax that was made of one."""
+
+    def loss_of(params, rest):
+        model = nnx.merge(graphdef, params, rest, copy=True)
+        loss, _ = loss_fn(model, batch)
+        return loss, nnx.state(model, nnx.Not(nnx.Param))
+
+    (loss, rest), grads = jax.value_and_grad(loss_of, has_aux=True)(params, rest)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), rest, opt_state, loss
+
+
+def test_a_bare_state_of_nnx_trains_as_the_objects_do():
+    """Its variables say what they are: BatchStat is averaged, and momentum is each worker's own."""
+    batch, (model, optimizer) = {"x": X, "y": Y}, build()
+    graphdef, state = nnx.split((model, optimizer))
+    of_all = lc.map_step(functools.partial(whole_state_step, graphdef), workers())
+    tx = optimizer.tx
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    bare = lc.map_step(functools.partial(two_states_step, graphdef, tx), workers())
+    opt_state = tx.init(params)
+    # Copies, since the step of objects changes those that these hold.
+    state, params, rest = jax.tree.map(jnp.copy, (state, params, rest))
+    step, found = lc.map_step(train_step, workers()), []
+    for _ in range(3):
+        state, whole = of_all(state, batch)
+        params, rest, opt_state, two = bare(params, rest, opt_state, batch)
+        found.append([float(x) for x in (step(model, optimizer, metrics(), batch), whole, two)])
+    np.testing.assert_allclose(found, [[x] * 3 for x, *_ in found], rtol=1e-6)
+    np.testing.assert_allclose(
+        rest["norm"]["mean"][...], model.norm.mean[...], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_dict_of_pure_values_has_lost_whose_they_are():
+    graphdef, state = nnx.split(build())
+
+    def step(pure, batch):
+        like = nnx.State(state)
+        nnx.replace_by_pure_dict(like, pure)
+        return whole_state_step(graphdef, like, batch)
+
+    with pytest.raises(ValueError, match=in_order("all workers ... a dict of pure values")):
+        lc.map_step(step, workers())(nnx.to_pure_dict(state), {"x": X, "y": Y})

@@ -405,6 +405,18 @@ def test_matrices_are_dealt_again_for_other_workers(old, new, tmp_path):
     )
 
 
+@pytest.mark.parametrize("shape", [(16, 8), (16,)], ids=["matrices alone", "none"])
+def test_a_state_has_no_empty_array_which_orbax_would_refuse(shape):
+    workers = workers_on("data=2")
+    tx = lc.owner_muon(0.1, workers=workers)
+    step = lc.make_train_step(lambda params, batch, rng: batch.mean() * params.sum(), tx, workers)
+    state = lc.init_state(tx, jnp.zeros(shape), workers)
+    for _ in range(2):
+        assert all(x.size for x in jax.tree.leaves(state))
+        state, _ = step(state, np.ones(2, np.float32))
+    assert np.all(state.params < 0)
+
+
 def carried(folder, state, here, like, there):
     with lc.Checkpoints(folder, workers=here) as checkpoints:
         checkpoints.save(state, wait=True)

@@ -56,6 +56,19 @@ class MatricesAndRest(NamedTuple):
     rest: Any
 
 
+def without_empty(state: MatricesAndRest) -> MatricesAndRest:
+    """None for arrays of no rows, where all leaves are matrices or none is; orbax cannot save them."""
+    return jax.tree.map(lambda x: x if x.size else None, state)  # type: ignore[no-any-return]
+
+
+def with_empty(state: MatricesAndRest) -> MatricesAndRest:
+    """Undoes `without_empty`."""
+    empty = jnp.zeros((0, ROW))
+    return jax.tree.map(  # type: ignore[no-any-return]
+        lambda x: empty if x is None else x, state, is_leaf=lambda x: x is None
+    )
+
+
 @component
 class AtOwner(Decision):
     """``u, s = tx(mean_i dequantize(q_i), s)``, see `at_owner`.
@@ -112,6 +125,7 @@ class AtOwner(Decision):
             inner = MatricesAndRest(self.tx.init(whole), self.rest.init(other))
             checks.check_elementwise(self.tx, whole, inner.matrices, may_mix=True)
             checks.check_elementwise(self.rest, other, inner.rest)
+            inner = without_empty(inner)
         return OwnerState(inner, self.reply_codec.init(rows))
 
     def decide(
@@ -133,7 +147,7 @@ class AtOwner(Decision):
         """``u`` in float32, NaN where the mean is not known, and the next state, which stays there."""
         if self.rest is None:
             return elementwise(self.tx, mean, known, state)
-        deal = context.deal
+        deal, state = context.deal, with_empty(state)
         assert deal is not None
         each = len(mean) // deal.rows  # owners of this worker
         owners = context.worker * each + jnp.arange(each, dtype=jnp.int32)
@@ -152,7 +166,8 @@ class AtOwner(Decision):
             matrices.in_place(u_matrices, deal, "matrices", each),
             matrices.in_place(u_rest, deal, "rest", each),
         )
-        return jnp.where(known, jnp.where(of_matrix, *u), jnp.nan), MatricesAndRest(whole, rest)
+        new = without_empty(MatricesAndRest(whole, rest))
+        return jnp.where(known, jnp.where(of_matrix, *u), jnp.nan), new
 
     def decide_locally(
         self, mean: jax.Array, present: jax.Array, context: Context, state: OwnerState

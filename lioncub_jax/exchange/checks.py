@@ -250,10 +250,16 @@ def check_state(updates: optax.Updates, *kept: optax.Updates) -> None:
         if held and held != given:
             wrong = [x for x in {**given, **held} if held.get(x) != given.get(x)]
             if held == shapes(updates, 1):
+                cure = (
+                    "nothing of it says so any more, as in a dict of pure values: give map_step the state "
+                    "that init made, or an nnx.State or nnx.Optimizer that holds it"
+                    if proven.get()
+                    else "a shard_map of yours has one worker's, x[0]. lioncub_jax.map_step does that by "
+                    "itself"
+                )
                 raise ValueError(
                     f"the state has shape {held[wrong[0]]} for {wrong[0]}, and the gradient "
-                    f"{given[wrong[0]]}: it is that of all workers, with their axis in front, and a "
-                    "shard_map of yours has one worker's, x[0]. lioncub_jax.map_step does that by itself"
+                    f"{given[wrong[0]]}: it is that of all workers, with their axis in front, and {cure}"
                 )
             raise ValueError(
                 f"the state is of other parameters than the gradients, as {wrong[0]} shows: make it with "

@@ -45,10 +45,14 @@ def is_linen_box(x: object) -> bool:
 
 
 def opened(tree: Any) -> Any:
-    """The arrays in boxes of flax linen, where they lie; ``unbox`` of flax would lay them elsewhere."""
+    """The arrays in boxes, where they lie; ``unbox`` of flax would lay them elsewhere."""
     if not has_flax(tree):
         return tree
-    return jax.tree.map(lambda x: x.value if is_linen_box(x) else x, tree, is_leaf=is_linen_box)
+    return jax.tree.map(lambda x: _inside(x) if is_box(x) else x, tree, is_leaf=is_box)
+
+
+def _inside(box: Any) -> Any:
+    return box.value if is_linen_box(box) else box.get_value()
 
 
 def named(
@@ -68,7 +72,7 @@ def named(
         entries = jax.tree.leaves(spec)
         if not entries:
             # A box around nothing, such as optax's MaskedNode, would have a spec and no array that lies so.
-            return x.value if is_linen_box(x) else x.get_value()
+            return _inside(x)
         return box(x, entries[0]) if workers.stacks(entries[0]) else x
 
     return jax.tree.map(name, state, specs, is_leaf=is_box)

@@ -22,6 +22,7 @@ from lioncub_jax.training import graphs
 
 # The names or places of arguments, or of each the dimension in which its rows are.
 Which = str | int | Sequence[str | int] | Mapping[str | int, int] | None
+_VALUE = jax.tree_util.GetAttrKey("value")  # of a variable of nnx, in the path of its array
 
 
 class Rows(NamedTuple):
@@ -97,12 +98,14 @@ class Held(NamedTuple):
       kept: True of what a worker keeps, where its own is not finite after a step: in a box `Own`, in a
         variable of nnx that stands for one, and in front of an exchange.
       declared: True in a class that says by ``holders()`` who has its fields, as a ``StepState``.
+      variable: the kind of the variable of nnx that it stands in, or "".
     """
 
     own: P | None
     in_optimizer: bool = False
     kept: bool = False
     declared: bool = False
+    variable: str = ""
 
 
 class Leaf(NamedTuple):
@@ -240,11 +243,12 @@ class Arguments:
             if not is_array(x, numbers=not call.traced):
                 self._statics[place] = x
                 continue
-            at, inside, variable = path[1].idx, path[2:], ""
+            at, inside = path[1].idx, path[2:]
             if path[0].idx:
-                (first, *rest), holds = places[at]
+                (first, *rest), _ = places[at]
                 at, inside = self.graph[first], (*graphs.keys(rest), *inside)
-                variable = graphs.kind_of(holds)
+            elif holder.variable:  # in an nnx.State, whose variables are parts of a path
+                inside = tuple([key for key in inside if key != _VALUE])
             name = f"{self.names[at]}{jax.tree_util.keystr(inside)}"
             role, spec, dim = _role(name, x, holder.own, dims.get(at), workers, rows)
             kind = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
@@ -252,8 +256,9 @@ class Arguments:
             if role is Role.ROWS:
                 whole[dim] = _rows_of_all(name, x, dim, axes_of(spec[dim]), workers, rows)
             shape = jax.ShapeDtypeStruct(tuple(whole), kind.dtype, weak_type=kind.weak_type)
-            holder = holder._replace(in_optimizer=holder.in_optimizer or variable == "OptState")
-            self.leaves.append(Leaf(name, place, at, role, spec, shape, dim, variable, holder))
+            self.leaves.append(
+                Leaf(name, place, at, role, spec, shape, dim, holder.variable, holder)
+            )
         self._check_rows()
 
     def _check_rows(self) -> None:
@@ -427,25 +432,30 @@ def _holders(tree: Any, workers: Workers) -> list[Held]:
     def is_box(x: Any) -> bool:
         return isinstance(x, Own) or (of_flax and graphs.is_boxed(x))
 
-    def visit(node: Any, in_optimizer: bool) -> None:
+    def visit(node: Any, in_optimizer: bool, variable: str) -> None:
         specs, leaves = getattr(node, "specs", None), jax.tree.leaves(node)
-        if is_box(node) or (of_flax and graphs.is_own(node, workers)):
-            found.extend([Held(own_spec(x), in_optimizer, is_box(node)) for x in leaves])
+        kind = graphs.kind_of(node) if of_flax else ""
+        variable = kind or variable
+        in_optimizer = in_optimizer or variable == "OptState"
+        held = functools.partial(Held, in_optimizer=in_optimizer, variable=variable)
+        if is_box(node) or (kind and graphs.is_own(node, workers)):
+            found.extend([held(own_spec(x), kept=is_box(node)) for x in leaves])
             return
         if isinstance(specs, StateSpecs):
             # A state that `MappedStep.prepare` has put into boxes is in front of another exchange.
             for spec, x in zip(specs.state, jax.tree.leaves(node, is_leaf=is_box), strict=True):
                 if is_box(x):
                     spec = own_spec(jax.tree.leaves(x)[0])
-                found.append(Held(spec if workers.stacks(spec) else None, True, is_box(x)))
+                own = spec if workers.stacks(spec) else None
+                found.append(Held(own, True, is_box(x), variable=variable))
             return
         parts = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
         if len(parts) == 1 and parts[0] is node:
-            found.append(Held(None, in_optimizer))
+            found.append(held(None))
             return
         first, in_optimizer = len(found), in_optimizer or is_of_optax(node)
         for part in parts:
-            visit(part, in_optimizer)
+            visit(part, in_optimizer, variable)
         if hasattr(node, "holders"):
             holders = jax.tree.leaves(find_holders(node))
             for i, (x, holder) in enumerate(zip(leaves, holders, strict=True), first):
@@ -453,7 +463,7 @@ def _holders(tree: Any, workers: Workers) -> list[Held]:
                 kept = found[i].kept or holder is Holder.FRONT
                 found[i] = found[i]._replace(own=own, kept=kept, declared=True)
 
-    visit(tree, False)
+    visit(tree, False, "")
     return found
 
 

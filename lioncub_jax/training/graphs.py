@@ -9,7 +9,7 @@ import numpy as np
 
 from lioncub_jax.exchange.mapped import Holder, find_holders
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.specs import axes_of, has_flax, is_of_flax
+from lioncub_jax.mesh.specs import StateSpecs, axes_of, has_flax, is_of_flax
 
 _TAG = "lioncub_jax.map_step"
 _BOX = "lioncub_jax_own"  # in the metadata of a variable
@@ -18,7 +18,10 @@ _PLAIN = {np.ndarray, int, float, str, bool, type(None)}
 
 
 def is_graph(x: Any) -> bool:
-    """True for what holds modules, optimizers, streams, metrics or variables; not for an ``nnx.State``."""
+    """True for what holds modules, optimizers, streams, metrics or variables.
+
+    Not for an ``nnx.State``, nor for the state of a transform of ours that was made of one.
+    """
     if type(x) in _PLAIN:
         return False
     if is_of_flax(x):
@@ -36,8 +39,11 @@ def _has_graph(tree: Any) -> bool:
     from flax import nnx
 
     kinds = nnx.Pytree, nnx.Variable, nnx.State
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
-    return any(isinstance(x, kinds[:2]) for x in leaves)
+
+    def is_leaf(x: Any) -> bool:
+        return isinstance(x, kinds) or isinstance(getattr(x, "specs", None), StateSpecs)
+
+    return any(isinstance(x, kinds[:2]) for x in jax.tree.leaves(tree, is_leaf=is_leaf))
 
 
 def updating(values: Any) -> contextlib.AbstractContextManager[Any]:
@@ -115,21 +121,17 @@ def is_boxed(x: Any) -> bool:
     return is_of_flax(x) and hasattr(x, "get_metadata") and _BOX in x.get_metadata()
 
 
-def is_own(x: Any, workers: Workers) -> bool:
+def is_own(variable: Any, workers: Workers) -> bool:
     """True for a variable whose first dimension is that of the workers, by its names."""
-    if not is_of_flax(x):
-        return False
-    from flax import nnx
-
-    if not isinstance(x, nnx.Variable):
-        return False
-    names = x.get_metadata().get("out_sharding") or ()
+    names = variable.get_metadata().get("out_sharding") or ()
     names = tuple(getattr(names, "spec", names))
     return bool(names) and not set(axes_of(names[0])).isdisjoint(workers.axes)
 
 
 def kind_of(x: Any) -> str:
     """The kind of a variable; "" of what is none."""
+    if not is_of_flax(x):
+        return ""
     from flax import nnx
 
     if not isinstance(x, nnx.Variable):
