@@ -77,8 +77,8 @@ def for_cpu() -> bool:
 def by_words(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """``move(x)``, which gives elements another place or shape only; of floats of 16 bits their words.
 
-    XLA for CPU reshapes bfloat16 by way of float32, in a copy, and copies the error of a step once more where
-    it leaves. 100 arrays of width 768 with `owner_adamw` held 516 MB in place of 391
+    XLA for CPU reshapes bfloat16 by way of float32, in a copy, and copies the error of a step once more
+    where it leaves. 100 arrays of width 768 with `owner_adamw` held 516 MB in place of 391
     (``benchmarks/compile_time.py``).
     """
     is_short = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
