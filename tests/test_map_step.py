@@ -546,6 +546,17 @@ def test_a_batch_that_may_be_another_argument_than_the_last_is_to_be_named(name)
         mapped(fn)(*args)
 
 
+def test_an_error_of_a_step_that_runs_with_all_rows_alone_has_a_note_of_what_a_worker_has():
+    def around(model, x):
+        return told_apart(model, x, BATCH[1])
+
+    for fn, args in ((told_apart, BATCH), (around, BATCH[:1])):
+        with pytest.raises((TypeError, ValueError), match="shapes") as caught:
+            mapped(fn, rows="x")(layer(), *args)
+        notes = "".join(caught.value.__notes__)
+        assert "x has 1/4 of its rows, and other arguments and arrays from around" in notes
+
+
 def test_a_batch_that_is_named_is_that_of_one_device():
     for fn, args, rows in (
         (lambda s, b, weights: weighed(s, b, weights)[1], (0, BATCH, WEIGHTS[0]), 1),

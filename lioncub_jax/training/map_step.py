@@ -291,8 +291,8 @@ class Program:
         shapes = [x.shape for x in self.arguments.leaves]
         try:
             self.closed, self.results, self.one = self._traced(shapes)
-        except Exception:
-            self._check_whole_batch()
+        except Exception as error:
+            self._check_whole_batch(error)
             raise
         if len(self.closed.jaxpr.invars) != len(shapes):
             raise ValueError(
@@ -319,14 +319,23 @@ class Program:
                 f"map_step(step, workers, rows={{{name!r}: 1}})"
             )
 
-    def _check_whole_batch(self) -> None:
-        """Raises, where the step cannot be traced, if it can with the whole batch: then rows= cures it."""
+    def _check_whole_batch(self, error: Exception) -> None:
+        """Raises, where the step cannot be traced, if it can with the whole batch: then rows= cures it.
+
+        Where the caller has named rows, a note of the error says what a worker has.
+        """
         found = None
         with contextlib.suppress(Exception):
             found = self._traced(self._with_rows(self.workers.num_gradients))
         if found is not None:
             keys = {i for i, is_raw in enumerate(raw_keys(self.arguments.leaves)) if is_raw}
             self.arguments.check_batch(found[1].returned(), keys)
+            cut = ", ".join(x.name for x in self.arguments.leaves if x.role is Role.ROWS)
+            error.add_note(
+                f"With all rows the step runs. On a worker {cut} has 1/{self.workers.count} of its rows, "
+                "and other arguments and arrays from around the step are whole: give what has rows as an "
+                "argument, and name it, map_step(step, workers, rows=...)"
+            )
 
     def _with_rows(self, times: int) -> list[jax.ShapeDtypeStruct]:
         """The shapes of the arguments with as many times the rows."""
