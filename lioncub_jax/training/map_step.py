@@ -332,7 +332,7 @@ class Program:
             self.arguments.check_batch(found[1].returned(), keys)
             cut = ", ".join(x.name for x in self.arguments.leaves if x.role is Role.ROWS)
             error.add_note(
-                f"With all rows the step runs. On a worker {cut} has 1/{self.workers.count} of its rows, "
+                f"With all rows the step runs. On a worker {cut} has 1/{self.workers.num_gradients} of its rows, "
                 "and other arguments and arrays from around the step are whole: give what has rows as an "
                 "argument, and name it, map_step(step, workers, rows=...)"
             )
