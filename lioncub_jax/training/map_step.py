@@ -324,17 +324,17 @@ class Program:
 
         Where the caller has named rows, a note of the error says what a worker has.
         """
-        found = None
+        found, workers = None, self.workers.num_gradients
         with contextlib.suppress(Exception):
-            found = self._traced(self._with_rows(self.workers.num_gradients))
+            found = self._traced(self._with_rows(workers))
         if found is not None:
             keys = {i for i, is_raw in enumerate(raw_keys(self.arguments.leaves)) if is_raw}
             self.arguments.check_batch(found[1].returned(), keys)
             cut = ", ".join(x.name for x in self.arguments.leaves if x.role is Role.ROWS)
             error.add_note(
-                f"With all rows the step runs. On a worker {cut} has 1/{self.workers.num_gradients} of its rows, "
-                "and other arguments and arrays from around the step are whole: give what has rows as an "
-                "argument, and name it, map_step(step, workers, rows=...)"
+                f"With all rows the step runs. On a worker {cut} has 1/{workers} of its rows, and other "
+                "arguments and arrays from around the step are whole: give what has rows as an argument, "
+                "and name it, map_step(step, workers, rows=...)"
             )
 
     def _with_rows(self, times: int) -> list[jax.ShapeDtypeStruct]:
