@@ -461,6 +461,11 @@ OUT = [
     (lambda x: {"loss": x.mean(), "clipped": jnp.maximum(x.mean(), 0)}, {}, None),
     (lambda x: x.sum(0)[:4], {}, SIZED),  # as many as a worker has rows
     (lambda x: x.sum(0)[:4], {"out": {"result": "mean"}}, None),
+    (
+        lambda x: {"grads": {"b": x.sum(0), "w": x.sum(0)}},
+        {},
+        "['grads']['b'] ... out={'grads': ...}",
+    ),
     (lambda x: jax.random.fold_in(jax.random.key(0), (x > 0).sum()), {}, "random key that differs"),
 ]
 

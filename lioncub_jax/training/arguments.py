@@ -265,8 +265,8 @@ class Arguments:
         rows = [x for x in self.leaves if x.role is Role.ROWS]
         if not rows:
             raise ValueError(
-                f"no argument has rows for the workers: {self.names}. Say which one is the batch: "
-                'map_step(step, workers, rows="batch")'
+                f"no argument has rows for the workers: {self.names}. Arrays have rows, and lists of "
+                'numbers have none; say which argument is the batch: map_step(step, workers, rows="batch")'
             )
         first: dict[int, Leaf] = {}
         for x in rows:

@@ -434,9 +434,9 @@ class Program:
                 where = f"over {', '.join(same)}" if over else "on all workers"
                 raise ValueError(
                     f"the gradients of {', '.join([*exchange][:3])} are the same {where}: they are made of "
-                    "no rows of a batch, or were averaged in front of the exchange. Leave lax.pmean out; "
-                    "or "
-                    'say which argument is the batch: map_step(step, workers, rows="batch")'
+                    "no rows of a batch, or were averaged in front of the exchange. Leave lax.pmean out, "
+                    "or one of two transforms in which workers talk; or say which argument is the batch: "
+                    'map_step(step, workers, rows="batch")'
                 )
         if differences.draws_alike and self.workers.num_gradients > 1:
             warnings.warn(

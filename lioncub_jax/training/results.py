@@ -296,7 +296,7 @@ class Outside:
         raise ValueError(
             f"{result.name} is an array of shape {x.shape} that differs between workers, and no rows of a "
             "batch, as its first dimension does not grow with the rows: return a number of it, such as its "
-            f"norm or mean; or say what it is, map_step(..., out={{{_last_word(result.name)!r}: ...}}), "
+            f"norm or mean; or say what it is, map_step(..., out={{{_first_key(result.name)!r}: ...}}), "
             '"rows" to join them, "each" for [workers, ...], "mean" or "sum"'
         )
 
@@ -527,6 +527,12 @@ def _words(name: str) -> set[str]:
 def _last_word(name: str) -> str:
     """The last key, attribute or index in a name."""
     return str(re.findall(r"\w+", name)[-1])
+
+
+def _first_key(name: str) -> str:
+    """The first key or attribute in the name of a result, of which all arrays are probably alike."""
+    keys = re.findall(r"[A-Za-z_]\w*", name)[1:]
+    return str(keys[0]) if keys else _last_word(name)
 
 
 def _last_key(name: str) -> str:
