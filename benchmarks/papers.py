@@ -257,7 +257,6 @@ def made() -> dict[Path, str]:
             "lion", [name for name in APART if name != "lion"],
             {"alike": eight, "classes of its own": (MIDDLE, "classes")},
         ),
-        "left": left(jobs("fashion"), report.rows_of(rows, data="fashion")) + ".\n",
     }  # fmt: skip
     return {
         PAGE: report.written(PAGE.read_text(), texts),

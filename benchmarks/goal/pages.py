@@ -154,7 +154,7 @@ def rewritten(packaged: dict[str, Any], tables: Mapping[str, str]) -> dict[Path,
         "answer": answer.answer_text(), "what to use": answer.what_to_use_text(),
         "shares": published.shares(), "published": published.table(),
         "measured": published.measured(),
-        "sooner": sooner(timed), "seconds": seconds(timed), "time to loss": speedups(timed),
+        "sooner": sooner(timed), "time to loss": speedups(timed),
     }  # fmt: skip
     for name in PAGES:
         text = (ROOT / name).read_text()
@@ -187,27 +187,16 @@ def bits(name: str, workers: int) -> float:
     return 8 * whole / curves.size() / one.local_steps / one.accumulate
 
 
-def seconds(timed: list[Cell]) -> str:
-    """Seconds to the loss in the lab."""
-    lines: dict[str, list[str]] = {name: [] for cell in timed for name in (*cell.times(), NOTHING)}
-    for cell in timed:
-        took = cell.times() | {NOTHING: cell.limit()}
-        for name, line in lines.items():
-            line.append(f"{took[name]:.1f}" if name in took else "")
-    last = ["JAX, no communication", *lines.pop(NOTHING)]
-    some = [[f"`{code_of(name)}`", *line] for name, line in lines.items()]
-    return report.markdown(["method", *map(str, timed)], [*some, last])
-
-
 def speedups(timed: list[Cell]) -> str:
-    """A table of the first in each cell, and by how much."""
+    """A table of the first in each cell, with their seconds, and by how much."""
     head = ["tokens a worker", "network", "best of ours", "best of others", "times faster", "limit"]
     lines = []
     for cell in timed:
         took = cell.times()
         own, other, ratio = speedup(took)
         ratios = [f"{ratio:.2f}", f"{took[other] / cell.limit():.2f}"] if ratio else ["", ""]
-        lines.append([f"{cell.tokens:,}", cell.network, own, other, *ratios])
+        firsts = (f"{name}, {took[name]:.1f} s" if name in took else name for name in (own, other))
+        lines.append([f"{cell.tokens:,}", cell.network, *firsts, *ratios])
     return report.markdown(head, lines)
 
 
