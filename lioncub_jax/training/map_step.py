@@ -324,7 +324,8 @@ class Program:
 
         Where the caller has named rows, a note of the error says what a worker has.
         """
-        found, workers = None, self.workers.num_gradients
+        found = None
+        workers = self.workers.num_gradients
         with contextlib.suppress(Exception):
             found = self._traced(self._with_rows(workers))
         if found is not None:
