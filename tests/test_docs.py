@@ -98,7 +98,9 @@ def test_the_page_on_checkpoints_gives_the_rate_of_the_runs():
     long = [run["methods"].get("owner-adamw") for run in runs if run["steps"] > 256]
     rates = {f"{found['rate_over_adamw']:.2f}" for found in long if found}
     page = (ROOT / "docs/how_to/checkpoints.md").read_text().replace("\n", " ")
-    assert [f"Of `owner_adamw` begin with {rate} times the rate" in page for rate in rates] == [True]
+    assert [f"Of `owner_adamw` begin with {rate} times the rate" in page for rate in rates] == [
+        True
+    ]
 
 
 def lacking(name, thing):

@@ -32,7 +32,8 @@ class Scheme(NamedTuple):
       every: steps of a worker for each exchange: local steps or micro-steps.
       two_levels: whether the devices of a worker can share its exchange.
       votes: whether workers who disagree may be a tie.
-      orthogonalises: whether owners iterate on whole matrices, see `model.orthogonalising`.
+      orthogonalises: who iterates as Muon does, see `model.orthogonalising`: "owners", each for its own
+        matrices, "workers", each for all, or "" for nobody.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Scheme(NamedTuple):
     every: int = 1
     two_levels: bool = True
     votes: bool = False
-    orthogonalises: bool = False
+    orthogonalises: str = ""
 
     @property
     def learns(self) -> str:
@@ -57,6 +58,13 @@ class Scheme(NamedTuple):
         return self.name.removesuffix("-bfloat16")
 
 
-ALONE = Scheme("alone", "one worker alone", "optax.adamw(...)", "alone", each=8)
+ALONE = {
+    "adamw": Scheme("alone", "one worker alone", "optax.adamw(...)", "alone", each=8),
+    "muon": Scheme(
+        "alone-muon", "one worker, Muon", "optax.contrib.muon(...)", "alone", each=4,
+        orthogonalises="workers",
+    ),
+}  # fmt: skip
+"""One worker that takes the rows of all, by the method that it learns like."""
 SCHEMES = {row["name"]: Scheme(**row) for row in rows_of("methods.json")}
 """All methods that the planner compares, by name."""

@@ -175,7 +175,7 @@ class Row(NamedTuple):
       link_seconds: that the bits of an exchange take on each link between workers, at its nominal rate.
       held_bytes: of parameters, gradients and the optimizer's state on a device, all in float32.
       learned: how it learns; None for what was not measured.
-      orthogonalising: seconds of that at an owner in an exchange, ``[3, 1]``, most to least.
+      orthogonalising: seconds of Muon's iterations in a step, ``[3, 1]``, most to least.
     """
 
     scheme: Scheme
@@ -261,8 +261,10 @@ def step_time(scheme: Scheme, parameters: int, cluster: Cluster) -> Row:
     return Row(scheme, sent_bytes, local, fixed, link_seconds, held)
 
 
-def orthogonalising(parameters: int, tokens: int, num_workers: int) -> np.ndarray:
-    """What an owner of Muon computes in an update, over the computing of a step: ``[3, 1]``, most to least.
+def orthogonalising(parameters: int, tokens: int, num_owners: int) -> np.ndarray:
+    """What one of the owners of Muon computes in an update, over the computing of a step: ``[3, 1]``.
+
+    The most comes first, the least last. Where all workers compute the same, each is the one owner.
 
     Five steps of Newton-Schulz on a matrix of s by l, s <= l, are 5 (4 s^2 l + 2 s^3) operations: 30 s for
     each parameter of a square, and 22.5 s where l = 4 s. A step is 6 operations a parameter and token. Of a
@@ -277,7 +279,7 @@ def orthogonalising(parameters: int, tokens: int, num_workers: int) -> np.ndarra
         width = (share * parameters * layers / 12) ** (1 / 3)
         per_token.append(share * operations * width / 6)
     most, least = per_token
-    return np.array([[most], [math.sqrt(most * least)], [least]]) / (tokens * num_workers)
+    return np.array([[most], [math.sqrt(most * least)], [least]]) / (tokens * num_owners)
 
 
 def held_bytes(scheme: Scheme, parameters: int, cluster: Cluster) -> float:

@@ -40,7 +40,7 @@ class Plan(NamedTuple):
       data: what workers see, as given.
       parameters: of the model.
       nearest: the setting whose steps these are.
-      rows: by name, those that work, and "alone": one worker that takes all rows in micro-steps.
+      rows: by name, those that work, and those of `ALONE`: one worker that takes all rows.
       refused: why the others do not work, by name.
     """
 
@@ -62,6 +62,7 @@ class Plan(NamedTuple):
         known = {} if setting.distance == FAR else setting.methods
         ties = self.cluster.num_workers == 2
         learned = {x.name: known.get(x.learns) for x in SCHEMES.values() if not (ties and x.votes)}
+        learned[ALONE["muon"].name] = known.get("muon")
         rows = {n: x._replace(learned=learned.get(n, x.learned)) for n, x in self.rows.items()}
         return self._replace(nearest=setting, rows=rows)
 
@@ -96,7 +97,9 @@ class Plan(NamedTuple):
 
     def answer(self) -> tuple[str, Row | None]:
         """Returns a verdict, one of the constants of this module, and the method to use if there is one."""
-        if self.cluster.num_workers == 1 or len(self.rows) == 1:
+        if self.cluster.num_workers == 1 or all(
+            x.scheme.kind == "alone" for x in self.rows.values()
+        ):
             return NOTHING, None
         other, mean = self.first("ours", "other"), self.first("mean")
         if self.hides():
@@ -121,7 +124,7 @@ class Plan(NamedTuple):
 
         If none was seen to reach it, this is ``owner_adamw``, or the least where that does not fit.
         """
-        each = [x for x in self.rows.values() if x.scheme.every == 1 and x.scheme is not ALONE]
+        each = [x for x in self.rows.values() if x.scheme.every == 1 and x.scheme.kind != "alone"]
         reached = [x for x in each if x.ratio < math.inf]
         return min(
             reached or [x for x in each if x.scheme.name == OWNER] or each, key=self.exchange
@@ -229,11 +232,14 @@ def plan(
             refused[name] = NO_GROUP
         else:
             rows[name] = step_time(scheme, parameters, cluster)
-            if scheme.orthogonalises:
-                takes = compute * orthogonalising(parameters, tokens, cluster.num_workers)
-                rows[name] = rows[name]._replace(orthogonalising=takes)
     nearest = evidence.cell_for(cluster.num_workers, tokens, data, parameters)
-    rows[ALONE.name] = step_time(ALONE, parameters, cluster)._replace(
-        local=(cluster.num_workers - 1) * compute, learned=nearest.methods[evidence.REFERENCE]
-    )
+    for scheme in ALONE.values():
+        rows[scheme.name] = step_time(scheme, parameters, cluster)._replace(
+            local=(cluster.num_workers - 1) * compute, learned=nearest.methods[evidence.REFERENCE]
+        )
+    for name, row in rows.items():
+        if row.scheme.orthogonalises:
+            owners = cluster.num_workers if row.scheme.orthogonalises == "owners" else 1
+            takes = compute * orthogonalising(parameters, tokens, owners)
+            rows[name] = row._replace(orthogonalising=takes)
     return Plan(cluster, compute, tokens, data, parameters, nearest, rows, refused).by(nearest)
