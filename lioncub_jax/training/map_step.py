@@ -390,7 +390,8 @@ class Program:
         """Proves which results differ between workers, and decides what becomes of them."""
         jaxpr, leaves, workers = self.closed.jaxpr, self.arguments.leaves, self.workers
         differences = differ.Differences(workers)
-        given = [differences.over(x.over()) for x in leaves]
+        cuts = [x.over() for x in leaves]
+        given = [differences.over(axes) for axes in cuts]
         folded = [differences.each if i in self.keys else x for i, x in enumerate(given)]
         results = differences.results(jaxpr, folded)
         self._check_gradients(differences)

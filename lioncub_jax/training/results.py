@@ -242,7 +242,9 @@ class Outside:
     """
 
     def __init__(self, program: Any, differences: Differences, differ: Sequence[Classes]):
-        self._program, self._differences, self._differ = program, differences, differ
+        self._program, self._differences = program, differences
+        # The workers' axes over which each result differs.
+        self._over = [differences.axes_of(classes) for classes in differ]
         self._results, self._workers = program.results, program.workers
         self._leaves = program.arguments.leaves
         self._averaged, self._out = {*program.mapped.averaged}, program.mapped.out
@@ -253,12 +255,8 @@ class Outside:
         before = self._results.each[i].before
         return None if before is None else self._leaves[before]
 
-    def _over(self, i: int) -> list[str]:
-        """The workers' axes over which a result differs."""
-        return self._differences.axes_of(self._differ[i])
-
     def _role(self, i: int, result: Result) -> Role:
-        x, leaf, over = self._results.arrays[i], self._leaf(i), self._over(i)
+        x, leaf, over = self._results.arrays[i], self._leaf(i), self._over[i]
         if result.kind == "own":
             return Role.OWN
         if leaf is not None and leaf.role in (Role.OWN, Role.ROWS):
@@ -366,7 +364,7 @@ class Outside:
 
     def _drift(self, i: int, result: Result, x: Any) -> str:
         """An error's text for state that all workers hold, and that differs after the step."""
-        leaf, over = self._leaf(i), self._over(i)
+        leaf, over = self._leaf(i), self._over[i]
         axes = f" over {', '.join(over)}" if len(self._workers.axes) > 1 else ""
         of = (
             f"{result.name}, {x.dtype}{list(x.shape)}, differs between workers{axes} after the step"
@@ -441,7 +439,7 @@ class Outside:
             if result.before is not None:
                 specs.append(self._leaves[result.before].spec)
             elif role is Role.ROWS:
-                specs.append(P(tuple(n for n in axes if n in self._over(i))))
+                specs.append(P(tuple(n for n in axes if n in self._over[i])))
             else:
                 specs.append(P(axes) if role is Role.OWN else P())
         return specs
@@ -483,7 +481,7 @@ class Outside:
         for i in by[Role.GAINED]:
             results[i] = old[i] + wires.sum_over_workers(results[i] - old[i], axes)
         for i in by[Role.SUM]:
-            over = tuple([n for n in axes if n in self._over(i)])
+            over = tuple([n for n in axes if n in self._over[i]])
             count = as_count(results[i])  # a constant is the same for all
             results[i] = (
                 wires.sum_over_workers(count, over) if over else self._workers.num_gradients * count
