@@ -160,8 +160,8 @@ MUTANTS = r"""
 
 # exchange/matrices.py: muon contract
 = _shares: a matrix goes to the owner with the most work
-- heapq.heapreplace(heap, (load + kind.work, owner))
-+ heapq.heapreplace(heap, (load - kind.work, owner))
+- heapq.heapreplace(heap, (load + hand.work, owner))
++ heapq.heapreplace(heap, (load - hand.work, owner))
 
 = Deal.join: matrices are taken by the order of their elements, whatever their dimension numbers
 - flat[k] = leaves[i].transpose(one.order).reshape(-1)
@@ -180,7 +180,7 @@ MUTANTS = r"""
 - jnp.where(known, saturated(n, rows.dtype), o)
 + saturated(n, rows.dtype)
 
-= Kind.of: a matrix is as much work as it has elements
+= Hand.of: a matrix is as much work as it has elements
 - 4 * short**2 * long + 2 * short**3
 + short * long
 

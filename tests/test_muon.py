@@ -248,7 +248,7 @@ def test_owners_are_full_and_their_work_is_even_where_there_are_more_matrices(mo
     elements = sum(math.prod(s) for s in shapes) + rest
     filling = workers * deal.rows * 128 / elements - 1
     loads = [
-        sum(hand.kind.work * n for hand, n in zip(deal.hands, own, strict=True))
+        sum(hand.work * n for hand, n in zip(deal.hands, own, strict=True))
         for own in zip(*(hand.numbers for hand in deal.hands), strict=True)
     ]
     kinds = {*zip(*(hand.numbers for hand in deal.hands), strict=True)}

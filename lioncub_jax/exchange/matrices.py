@@ -84,8 +84,8 @@ class Leaf(NamedTuple):
         return tuple([self.shape[d] for d in self.matrices.order])
 
 
-class Kind(NamedTuple):
-    """Matrices of one shape that are cut alike.
+class Hand(NamedTuple):
+    """Matrices of one shape that are cut alike, and how they are dealt.
 
     Attributes:
       work: operations of a step of Newton-Schulz, their weight.
@@ -93,6 +93,9 @@ class Kind(NamedTuple):
       whole: its dimensions of rows and of columns.
       shape: those of a shard.
       cuts: for each of these the inner axes that cut it.
+      rows: of one of them on a device; 0 before they are dealt.
+      numbers: how many each owner has, one behind the other.
+      first_rows: where the first of them begins, counted from the owner's first row.
     """
 
     work: int
@@ -100,10 +103,13 @@ class Kind(NamedTuple):
     whole: tuple[int, ...]
     shape: tuple[int, ...]
     cuts: tuple[tuple[str, ...], ...]
+    rows: int = 0
+    numbers: tuple[int, ...] = ()
+    first_rows: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, leaf: Leaf) -> "Kind":
-        """The kind of the matrices of a leaf."""
+    def of(cls, leaf: Leaf) -> "Hand":
+        """The hand of the matrices of a leaf, and of others like them, before it is dealt."""
         one = leaf.matrices
         shape, cuts = leaf.in_order[one.batch :], one.cuts[one.batch :]
         each = zip(shape, cuts, strict=True)
@@ -112,22 +118,6 @@ class Kind(NamedTuple):
         short, long = sorted(matrix)
         names = tuple([tuple([name for name, _ in cut]) for cut in cuts])
         return cls(4 * short**2 * long + 2 * short**3, matrix, whole, shape, names)
-
-
-class Hand(NamedTuple):
-    """The matrices of a kind at each owner.
-
-    Attributes:
-      kind: their kind.
-      rows: of one of them on a device.
-      numbers: how many each owner has, one behind the other.
-      first_rows: where the first of them begins, counted from the owner's first row.
-    """
-
-    kind: Kind
-    rows: int
-    numbers: tuple[int, ...]
-    first_rows: tuple[int, ...]
 
 
 class Run(NamedTuple):
@@ -368,14 +358,14 @@ def deals(
 
 def _deal(leaves: Sequence[Leaf], num_workers: int, each: int, group_size: int) -> Deal:
     """A deal to ``each`` owners of every worker."""
-    found: dict[Kind, list[tuple[int, int]]] = defaultdict(list)  # leaf and number of each matrix
+    found: dict[Hand, list[tuple[int, int]]] = defaultdict(list)  # leaf and number of each matrix
     for k, leaf in enumerate(leaves):
         if leaf.matrices.rows:
             batch = math.prod(leaf.in_order[: leaf.matrices.batch])
-            found[Kind.of(leaf)] += [(k, number) for number in range(batch)]
+            found[Hand.of(leaf)] += [(k, number) for number in range(batch)]
     pieces, hands, filled = [], [], [0] * (num_workers * each)
-    for kind, counts in _shares(found, len(filled)).items():
-        size, units = math.prod(kind.shape), iter(found[kind])
+    for hand, counts in _shares(found, len(filled)).items():
+        size, units = math.prod(hand.shape), iter(found[hand])
         rows, first_rows = slice_rows(size, group_size), [*filled]
         for owner, count in enumerate(counts):
             own = itertools.islice(units, count)
@@ -384,7 +374,7 @@ def _deal(leaves: Sequence[Leaf], num_workers: int, each: int, group_size: int) 
                 first, start = filled[owner], numbers[0] * size
                 pieces.append(Run(owner, first, rows, len(numbers), k, start, size))
                 filled[owner] += rows * len(numbers)
-        hands.append(Hand(kind, rows, tuple(counts), tuple(first_rows)))
+        hands.append(hand._replace(rows=rows, numbers=tuple(counts), first_rows=tuple(first_rows)))
     matrix_rows = tuple(filled)
     rest = {k: math.prod(x.shape) for k, x in enumerate(leaves) if not x.matrices.rows}
     level = _level(filled, [slice_rows(size, group_size) for size in rest.values()])
@@ -410,15 +400,15 @@ def _level(filled: Sequence[int], rest: Sequence[int]) -> int:
     return max(*filled, divide_up(sum(filled) + sum(rest), len(filled)), 0)
 
 
-def _shares(found: dict[Kind, list[Any]], owners: int) -> dict[Kind, list[int]]:
-    """How many matrices of each kind each owner has: those of most work first, to who has least."""
+def _shares(found: dict[Hand, list[Any]], owners: int) -> dict[Hand, list[int]]:
+    """How many matrices of each hand each owner has: those of most work first, to who has least."""
     shares, heap = {}, [(0, owner) for owner in range(owners)]
-    for kind in sorted(found, reverse=True):
-        shares[kind] = [0] * owners
-        for _ in found[kind]:
+    for hand in sorted(found, reverse=True):
+        shares[hand] = [0] * owners
+        for _ in found[hand]:
             load, owner = heap[0]
-            shares[kind][owner] += 1
-            heapq.heapreplace(heap, (load + kind.work, owner))
+            shares[hand][owner] += 1
+            heapq.heapreplace(heap, (load + hand.work, owner))
     return shares
 
 
@@ -432,11 +422,11 @@ def slice_rows(size: int, group_size: int) -> int:
 
 def whole(parts: jax.Array, hand: Hand, deal: Deal) -> jax.Array:
     """A matrix ``[m, n]``, of what each device that shares it has: ``[devices, rows, 128]``."""
-    kind, inner = hand.kind, dict(deal.moved)
+    inner = dict(deal.moved)
     shards = math.prod(inner.values())
     x = parts.reshape(deal.num_chunks, shards, -1).swapaxes(0, 1).reshape(shards, -1)
-    x = x[:, : math.prod(kind.shape)].reshape(shards, *kind.shape)
-    return joined_shards(x, inner, kind.whole, kind.cuts).reshape(kind.matrix)
+    x = x[:, : math.prod(hand.shape)].reshape(shards, *hand.shape)
+    return joined_shards(x, inner, hand.whole, hand.cuts).reshape(hand.matrix)
 
 
 def cut_rows(rows: jax.Array, deal: Deal, which: str) -> jax.Array:
