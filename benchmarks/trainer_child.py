@@ -4,12 +4,14 @@ python benchmarks/trainer_child.py examples/large/flax_nnx.py
 """
 
 import json
+import os
 import runpy
 import sys
 from typing import Any
 
 import jax
 
+import lioncub_jax as lc
 from lioncub_jax.programs import watch
 from lioncub_jax.programs.compilations import compiled_programs, texts_of
 
@@ -26,6 +28,8 @@ def main(file: str) -> None:
             known.update(new)
             programs.extend(filter(None, map(about, texts_of(new))))
 
+    if "RANK" in os.environ:
+        lc.mesh.join()
     jax.monitoring.register_event_duration_secs_listener(read)
     runpy.run_path(file, run_name="__main__")
     # Where a step is compiled twice, as for a state that is not on the mesh yet, the last is what goes on.

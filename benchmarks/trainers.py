@@ -16,6 +16,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import statistics
 import subprocess
 import tempfile
@@ -42,6 +43,7 @@ FACTORS, SEEDS = (
     (0, 1, 2),
 )  # of the rate in the file; the first run tells of bytes
 DEVICES, STEPS, SKIPPED, LAST = 4, 40, 5, 5
+QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 LOAD = os.getloadavg()[0]  # of others, before the first run
 IDLE = 0.5  # with more load, times are those of other work too
 
@@ -59,6 +61,7 @@ class Trainer:
       constants: other values of the file's numbers.
       methods: that it trains with.
       other: a file that takes its checkpoints to another number of workers.
+      processes: how many it runs with too, the same devices spread over them.
     """
 
     file: str
@@ -69,6 +72,7 @@ class Trainer:
     constants: tuple[tuple[str, Any], ...] = ()
     methods: tuple[str, ...] = tuple(METHODS)
     other: str = ""
+    processes: int = 1
 
     @property
     def key(self) -> str:
@@ -93,6 +97,7 @@ TRAINERS = [
         "maxtext",
         MAXTEXT,
         other="maxtext_other_workers",
+        processes=2,
     ),
     Trainer(
         "maxtext_pretrain",
@@ -113,7 +118,12 @@ TRAINERS = [
         FEW,
     ),
     Trainer(
-        "tunix_peft", "Tunix, `PeftTrainer`", "google-tunix", "tunix", other="tunix_other_workers"
+        "tunix_peft",
+        "Tunix, `PeftTrainer`",
+        "google-tunix",
+        "tunix",
+        other="tunix_other_workers",
+        processes=2,
     ),
     Trainer(
         "tunix_peft",
@@ -219,16 +229,31 @@ def variables(devices: int, cache: Path | None = None) -> dict[str, str]:
     return os.environ | own
 
 
-def run(python: Path, trainer: Trainer, source: str, folder: Path, env: dict[str, str]) -> Ran:
-    """Runs a file in a folder, and reads what it prints."""
+def places(processes: int) -> list[dict[str, str]]:
+    """For each process of a run the variables that say where it stands; none for one that is alone."""
+    if processes == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        run = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost"}
+        run |= {"MASTER_PORT": str(free.getsockname()[1])}
+    return [run | {"RANK": str(i)} for i in range(processes)]
+
+
+def run(
+    python: Path, trainer: Trainer, source: str, folder: Path, env: dict[str, str], processes: int = 1
+) -> Ran:  # fmt: skip
+    """Runs a file in a folder, and reads what it prints, of several processes the first."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{trainer.file}.py").write_text(source)
     command = [python, ROOT / "benchmarks/trainer_child.py", f"{trainer.file}.py"]
     losses, times, last = dict[int, float](), list[float](), ""
+    first, *rest = [env | place for place in places(processes)]
+    others = [subprocess.Popen(command, cwd=folder, env=x, **QUIET) for x in rest]
     with (
         (folder / "errors.txt").open("w+") as errors,
         subprocess.Popen(
-            command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=errors
+            command, cwd=folder, env=first, text=True, stdout=subprocess.PIPE, stderr=errors
         ) as process,
     ):  # fmt: skip
         assert process.stdout
@@ -240,6 +265,7 @@ def run(python: Path, trainer: Trainer, source: str, folder: Path, env: dict[str
         if process.wait():
             errors.seek(0)
             raise SystemExit(f"error: {folder}: {errors.read()[-4000:]}")
+    assert not any(other.wait() for other in others), "another process failed"
     steps = [b - a for a, b in zip(times[SKIPPED:], times[SKIPPED + 1 :], strict=False)]
     return Ran(losses, statistics.median(steps) if steps else 0.0, json.loads(last))
 
@@ -281,12 +307,12 @@ class Runs:
 
     def ran(
         self, method: str, seed: int, rate: float, steps: int, name: str, cached: bool = True,
-        devices: int = DEVICES,
+        devices: int = DEVICES, processes: int = 1,
     ) -> Ran:  # fmt: skip
         """A run in the folder of this name; one that goes on in a folder again has the later steps."""
         source = self.source(method, seed, rate, steps)
-        env = variables(devices, self.at / "cache" if cached else None)
-        found = run(self.python, self.trainer, source, self.at / method / name, env)
+        env = variables(devices // processes, self.at / "cache" if cached else None)
+        found = run(self.python, self.trainer, source, self.at / method / name, env, processes)
         # Kauldron takes one more step than it is asked for.
         return found._replace(losses={i: x for i, x in found.losses.items() if i < steps})
 
@@ -309,7 +335,19 @@ class Runs:
             "error": statistics.stdev(losses) / math.sqrt(len(losses)) if seeds else None,
             **(tried[rates[0]].told["program"] or {"bytes": 0.0, "floats": []}),
             **(self.resumed(tried[rates[0]]) if method == RESUMED else {}),
+            **(self.spread(tried[rates[0]]) if method == RESUMED else {}),
         }  # fmt: skip
+
+    def spread(self, whole: Ran) -> dict[str, Any]:
+        """How far losses are apart where several processes share the devices."""
+        count, rate = self.trainer.processes, self.base(RESUMED)
+        if count == 1:
+            return {}
+        many = self.ran(RESUMED, SEEDS[0], rate, STEPS, "processes", processes=count).losses
+        return {
+            "processes": count,
+            "spread": max(abs(x - whole.losses[i]) for i, x in many.items()),
+        }
 
     def resumed(self, whole: Ran) -> dict[str, Any]:
         """How far losses are apart where a run stops half-way and goes on, also with fewer workers."""
@@ -399,9 +437,15 @@ def loss(row: dict[str, Any] | None, plain: dict[str, Any] | None = None) -> str
 
 
 def equality(row: dict[str, Any]) -> str:
-    """How near losses are after a run was stopped and went on, and went on with half the workers."""
-    told = "equal" if row["apart"] == 0 else f"to {row['apart']:.0e}"
-    return f"{told}; {DEVICES // 2} workers: to {row['other']:.0e}" if "other" in row else told
+    """How near losses are of a run that went on, did so with half the workers, or had more processes."""
+    told = [near(row["apart"])]
+    told += [f"{DEVICES // 2} workers: {near(row['other'])}"] if "other" in row else []
+    told += [f"{row['processes']} processes: {near(row['spread'])}"] if "spread" in row else []
+    return "; ".join(told)
+
+
+def near(apart: float) -> str:
+    return "equal" if apart == 0 else f"to {apart:.0e}"
 
 
 def sent(found: Newest) -> str:

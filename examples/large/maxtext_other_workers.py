@@ -30,5 +30,6 @@ if not between.exists():
 else:
     state = lc.checkpoint.restore(between, state, workers)
     nnx.update(trained.model, state["params"])
+    trained.optimizer = state["optimizer"]
     checkpointing.maybe_save_checkpoint(manager, trained, config, None)
 manager.close()

@@ -43,6 +43,10 @@ def batches():
         draw = np.random.default_rng([SEED, step])
         tokens = (draw.integers(0, 512, (16, 1)) + 7 * np.arange(33)) % 512
         mask = np.arange(33) < draw.integers(17, 34, (16, 1))
+        # Each process gives its rows.
+        tokens, mask = [
+            np.split(x, jax.process_count())[jax.process_index()] for x in (tokens, mask)
+        ]
         yield peft_trainer.TrainingInput(input_tokens=tokens.astype(np.int32), input_mask=mask)
 
 
