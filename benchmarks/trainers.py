@@ -42,7 +42,7 @@ FACTORS, SEEDS = (
     (1.0, 1 / 3, 3.0),
     (0, 1, 2),
 )  # of the rate in the file; the first run tells of bytes
-DEVICES, STEPS, SKIPPED, LAST = 4, 40, 5, 5
+DEVICES, SKIPPED, LAST = 4, 5, 5
 QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 LOAD = os.getloadavg()[0]  # of others, before the first run
 IDLE = 0.5  # with more load, times are those of other work too
@@ -62,6 +62,7 @@ class Trainer:
       methods: that it trains with.
       other: a file that takes its checkpoints to another number of workers.
       processes: how many it runs with too, the same devices spread over them.
+      steps: how many a run has.
     """
 
     file: str
@@ -73,6 +74,7 @@ class Trainer:
     methods: tuple[str, ...] = tuple(METHODS)
     other: str = ""
     processes: int = 1
+    steps: int = 200
 
     @property
     def key(self) -> str:
@@ -88,7 +90,7 @@ MAXTEXT = r".*completed step: (\d+), .* loss: ([\d.]+).*\n"
 TRAINERS = [
     Trainer("flax_nnx", "Flax, `nnx.Optimizer`", "flax", "flax"),
     Trainer("flax_linen", "Flax, `TrainState`, and grain", "flax", "flax"),
-    Trainer("keras_fit", "Keras, `Model.fit`", "keras", "keras"),
+    Trainer("keras_fit", "Keras, `Model.fit`", "keras", "keras", steps=40),  # epochs, of 16 steps
     Trainer("numpyro_svi", "numpyro, `SVI`", "numpyro", "numpyro"),
     Trainer(
         "maxtext_pretrain",
@@ -98,6 +100,7 @@ TRAINERS = [
         MAXTEXT,
         other="maxtext_other_workers",
         processes=2,
+        steps=40,
     ),
     Trainer(
         "maxtext_pretrain",
@@ -107,6 +110,7 @@ TRAINERS = [
         MAXTEXT,
         (("SCAN", False),),
         FEW,
+        steps=40,
     ),
     Trainer(
         "maxtext_pretrain",
@@ -116,6 +120,7 @@ TRAINERS = [
         MAXTEXT,
         (("FSDP", 2),),
         FEW,
+        steps=40,
     ),
     Trainer(
         "tunix_peft",
@@ -321,15 +326,19 @@ class Runs:
         rates = [self.base(method) * x for x in FACTORS[: 1 if self.once else None]]
         seeds = SEEDS[1 : 1 if self.once else None]
         tried = {
-            rate: self.ran(method, SEEDS[0], rate, STEPS, f"rate-{rate:.2g}") for rate in rates
+            rate: self.ran(method, SEEDS[0], rate, self.trainer.steps, f"rate-{rate:.2g}")
+            for rate in rates
         }
         for one in tried.values():
-            assert sorted(one.losses) == [*range(STEPS)], one.losses
+            assert sorted(one.losses) == [*range(self.trainer.steps)], one.losses
         best = min(tried, key=lambda rate: (math.isnan(tried[rate].last()), tried[rate].last()))
-        more = [self.ran(method, seed, best, STEPS, f"seed-{seed}").last() for seed in seeds]
+        more = [
+            self.ran(method, seed, best, self.trainer.steps, f"seed-{seed}").last()
+            for seed in seeds
+        ]
         losses = [tried[best].last(), *more]
         return {
-            "kind": "losses", **self.about(method), "steps": STEPS,
+            "kind": "losses", **self.about(method), "steps": self.trainer.steps,
             "tried": {f"{rate:.3g}": one.last() for rate, one in tried.items()}, "rate": best,
             "first": tried[best].losses[0], "losses": losses, "mean": statistics.mean(losses),
             "error": statistics.stdev(losses) / math.sqrt(len(losses)) if seeds else None,
@@ -343,7 +352,9 @@ class Runs:
         count, rate = self.trainer.processes, self.base(RESUMED)
         if count == 1:
             return {}
-        many = self.ran(RESUMED, SEEDS[0], rate, STEPS, "processes", processes=count).losses
+        many = self.ran(
+            RESUMED, SEEDS[0], rate, self.trainer.steps, "processes", processes=count
+        ).losses
         return {
             "processes": count,
             "spread": max(abs(x - whole.losses[i]) for i, x in many.items()),
@@ -351,31 +362,35 @@ class Runs:
 
     def resumed(self, whole: Ran) -> dict[str, Any]:
         """How far losses are apart where a run stops half-way and goes on, also with fewer workers."""
-        rate, half = self.base(RESUMED), STEPS // 2
+        rate, half = self.base(RESUMED), self.trainer.steps // 2
         self.ran(RESUMED, SEEDS[0], rate, half, "broken")
         other = self.at / RESUMED / "other"
         shutil.copytree(self.at / RESUMED / "broken", other)
-        again = self.ran(RESUMED, SEEDS[0], rate, STEPS, "broken").losses
-        assert sorted(again) == [*range(half, STEPS)], again
+        again = self.ran(RESUMED, SEEDS[0], rate, self.trainer.steps, "broken").losses
+        assert sorted(again) == [*range(half, self.trainer.steps)], again
         found = {"apart": max(abs(x - whole.losses[i]) for i, x in again.items())}
         if not self.trainer.other:
             return found
         shutil.copy(FILES / f"{self.trainer.other}.py", other)
-        whole_run = self.source(RESUMED, SEEDS[0], rate, STEPS)
+        whole_run = self.source(RESUMED, SEEDS[0], rate, self.trainer.steps)
         (other / f"{self.trainer.file}.py").write_text(whole_run)
         for devices in (DEVICES, DEVICES // 2):  # out, and in
             command = [self.python, f"{self.trainer.other}.py"]
             subprocess.run(command, cwd=other, env=variables(devices), check=True)
-        fewer = self.ran(RESUMED, SEEDS[0], rate, STEPS, "other", devices=DEVICES // 2).losses
+        fewer = self.ran(
+            RESUMED, SEEDS[0], rate, self.trainer.steps, "other", devices=DEVICES // 2
+        ).losses
         assert sorted(fewer) == sorted(again), fewer
         return found | {
             "other": abs(fewer[half] - again[half]),
-            "other_last": abs(fewer[STEPS - 1] - again[STEPS - 1]),
+            "other_last": abs(fewer[self.trainer.steps - 1] - again[self.trainer.steps - 1]),
         }
 
     def times(self, method: str) -> dict[str, Any]:
         """The row of a method's times."""
-        found = self.ran(method, SEEDS[0], self.base(method), STEPS, "timed", cached=False)
+        found = self.ran(
+            method, SEEDS[0], self.base(method), self.trainer.steps, "timed", cached=False
+        )
         return {
             "kind": "times", **self.about(method), "load": LOAD,
             "seconds": found.seconds, "compile": found.told["compile"],
