@@ -282,9 +282,9 @@ def init_owner_states(exchange: Exchange, params: optax.Params) -> tuple[Flat, .
     """``s`` of the chunk of each bucket that this worker owns; () for decisions without state."""
     plan = plan_on_device(exchange, jax.tree.leaves(params))
     states, sharded = [], exchange.wire.sharded
+    buckets = plan.buckets if exchange.decision.has_state else ()
     own = exchange.axis if sharded or plan.num_workers == 1 else ()
-    register_with_flax()
-    for bucket_plan in plan.buckets if exchange.decision.has_state else ():
+    for bucket_plan in buckets:
         bucket = bucket_plan.layout
         over = (*own, *[n for n in bucket.axes if n not in exchange.axis])
         rows = bucket.rows_per_chunk if sharded else bucket.rows
@@ -292,8 +292,8 @@ def init_owner_states(exchange: Exchange, params: optax.Params) -> tuple[Flat, .
         # Arrays of an owned chunk vary over the workers; counters are the same on every worker.
         arrays, tree = jax.tree.flatten(state)
         arrays = [axes.varying(x, over) if x.ndim else x for x in arrays]
-        states.append(Flat(jax.tree.unflatten(tree, arrays), bucket))
-    return tuple(states)
+        states.append(jax.tree.unflatten(tree, arrays))
+    return flats(states, [x.layout for x in buckets])
 
 
 def flats(values: Sequence[Any], buckets: Sequence[BucketLayout | Deal]) -> tuple[Flat, ...]:
@@ -332,11 +332,9 @@ def take_step(
         kept = [x.value for x in state.mu], [x.value for x in state.error]
     else:
         kept = tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error)
-    owner_states: list[optax.OptState] = [() for _ in plan.buckets]
-    owned = [x.layout for x in plan.buckets] if exchange.decision.has_state else []
-    layout.check_order(state.owner, owned)
-    if owned:
-        owner_states = [x.value for x in state.owner]
+    layouts = [x.layout for x in plan.buckets]
+    layout.check_order(state.owner, layouts if exchange.decision.has_state else [])
+    owner_states = [x.value for x in state.owner] or [()] * len(layouts)
 
     result = step(exchange, plan, grads, *kept, owner_states, abstain)
 
