@@ -329,10 +329,10 @@ MUTANTS = r"""
 - jnp.where(lax.axis_index(tuple(sorted(of))) == 0, x, 0) if of else x
 + x / jnp.float32(lax.axis_size(tuple(sorted(of)))) if of else x
 
-# exchange/xla.py: kernels
-= unpack_tiles: a TPU reads the upper bits of a code as its lower ones
-- & 0xF) << first)
-+ & 0xF))
+# exchange/layout.py: tiles
+= to_shape: rows in the order of tiles come back as if they were in that of the leaf
+- x.reshape(-1, shape[-1] // ROW, SUBLANES, ROW).swapaxes(1, 2)
++ x.reshape(-1, SUBLANES, shape[-1] // ROW, ROW)
 
 # exchange/momentum.py: schedules reference optimizer
 = Blend.interpolate: the message is blended with the momentum of after the step

@@ -95,17 +95,6 @@ def test_a_tpu_lays_nothing_out_anew(model, joined):
 
 
 @pytest.mark.tpu
-def test_a_tpu_packs_with_a_kernel():
-    program = (
-        "from aot import machines, programs; mesh = machines.mesh_of('v5e-8', {'data': 8}); "
-        "lowered, _ = programs.lowered(programs.MODELS['matrix'](), 'vote, 1 bit', mesh); "
-        "assert 'lioncub_pack' in lowered.compile().as_text()"
-    )
-    done = run_python("-c", program, **machines.environment(machines.MACHINES["v5e-8"]))
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.tpu
 def test_on_a_tpu_the_first_bucket_travels_under_the_backward_pass():
     row = ahead_of_time.in_a_process("v5e-8", "gpt-2m", programs.BUCKETS)
     assert {op for op, *_ in row["exchanges"]} == {"all-to-all"}

@@ -30,8 +30,8 @@ from jax.typing import DTypeLike
 from lioncub_jax.exchange import xla
 from lioncub_jax.mesh.checksum import mix
 
-ROW = xla.LANES  # elements
-BLOCK = xla.BLOCK  # rows, one bit of a word each
+ROW = 128  # elements
+BLOCK = 32  # rows, one bit of a word each
 WORDS_PER_ROW = ROW // BLOCK  # on average: a block of 32 rows takes 128 words
 
 # The adders of up to this many workers are unrolled into one fused loop. More workers are added in
@@ -95,10 +95,7 @@ def pack(codes: jax.Array, p: int = 1) -> list[jax.Array]:
       >>> bits.pack(x)[0][7].tolist()  # row 3 is bit 3
       8
     """
-    lead, rows = codes.shape[:-2], codes.shape[-2]
-    if xla.for_tpu() and rows % BLOCK == 0:
-        flat = codes.astype(jnp.uint32).reshape(-1, ROW)
-        return [x.reshape(*lead, -1) for x in xla.pack_tiles(flat, p)]
+    lead = codes.shape[:-2]
     parts = [_pack_blocks(x, p) for x in _rows_in_blocks(codes)]
     return [_joined(each, lead) for each in zip(*parts, strict=True)]
 
@@ -188,8 +185,6 @@ def unpack(planes: jax.Array | Sequence[jax.Array], rows: int) -> jax.Array:
       >>> int(bits.unpack([words, words], 32)[3, 7])
       3
     """
-    if xla.for_tpu() and rows % BLOCK == 0:
-        return xla.unpack_tiles(list(planes))
     return functools.reduce(operator.or_, [_bits(x, rows) << k for k, x in enumerate(planes)])
 
 

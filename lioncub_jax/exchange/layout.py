@@ -29,12 +29,12 @@ from jax import lax
 
 from lioncub_jax.exchange import xla
 from lioncub_jax.exchange.bits import BLOCK, ROW, common_dtype, divide_up, round_up, whole_rows
-from lioncub_jax.exchange.xla import SUBLANES
 from lioncub_jax.mesh.specs import StateSpecs, flax_in_use
 
 # Leaves of at most so many rows are joined: a copy of little, one kernel for all of them, and no padding to
 # blocks. Of more, on a CPU, the copies of them all take several times as long as kernels of their own.
 SMALL = 16 * BLOCK
+SUBLANES = 8  # rows of a TPU's tile, which are 128 elements long
 
 
 class Segment(NamedTuple):

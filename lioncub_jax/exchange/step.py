@@ -160,7 +160,7 @@ def step(
         inputs.append(own)
         coded.append(each)
         joined.append(whole)
-    waits = plan.for_tpu or any(x is not None for x in mu)
+    waits = any(x is not None for x in mu)
     participates = participation(plan, joined, coded if waits else (), abstain)
 
     updates: dict[int, jax.Array] = {}

@@ -1,6 +1,5 @@
-"""Differences of TPUs give the same bits: the kernel, run as plain JAX; and the order of rows."""
+"""The order of rows on TPUs, tile by tile, gives the same bits."""
 
-import functools
 import math
 
 import jax
@@ -11,39 +10,14 @@ from conftest import AXIS, assert_same, mesh_on, run_workers, workers_on
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.exchange import bits, layout, xla
-from lioncub_jax.exchange.bits import BLOCK, ROW
+from lioncub_jax.exchange import layout, xla
+from lioncub_jax.exchange.bits import ROW
 
 
 @pytest.fixture
 def as_tpu(monkeypatch):
-    """``as_tpu(True)``: programs are traced as for a TPU, with its kernel as plain JAX."""
-    pack = functools.partial(xla.pack_tiles, interpret=True)
-
-    def choose(yes):
-        monkeypatch.setattr(xla, "pack_tiles", pack)
-        monkeypatch.setattr(xla, "for_tpu", lambda: yes)
-
-    return choose
-
-
-def codes_of(p, *lead_and_rows):
-    drawn = np.random.default_rng(p).integers(0, 2**p, (*lead_and_rows, ROW), np.uint32)
-    return jnp.asarray(drawn)
-
-
-# Blocks that a kernel holds at a time: 32. Fewer, as many, and some that are left over.
-@pytest.mark.parametrize(("blocks", "p"), [(1, 9), (32, 1), (33, 4), (70, 8)])
-def test_packed_by_the_kernel_codes_are_the_same_words(blocks, p):
-    codes = codes_of(p, blocks * BLOCK)
-    got = xla.pack_tiles(codes, p, interpret=True)
-    np.testing.assert_array_equal(got, bits.pack(codes, p))
-
-
-@pytest.mark.parametrize(("p", "lead"), [(1, ()), (5, (3,)), (9, (2, 2))])
-def test_codes_come_back_in_two_steps(p, lead):
-    codes = codes_of(p, *lead, 2 * BLOCK)
-    np.testing.assert_array_equal(xla.unpack_tiles(bits.pack(codes, p)), codes)
+    """``as_tpu(True)``: programs are traced as for a TPU."""
+    return lambda yes: monkeypatch.setattr(xla, "for_tpu", lambda: yes)
 
 
 STEPS, WORKERS = 2, 5
@@ -69,8 +43,7 @@ def test_a_step_as_a_tpu_takes_it_is_the_step(as_tpu, method):
     found = []
     for yes in (True, False):
         as_tpu(yes)
-        # Interpreted kernels lose the types of what varies, which check_vma asks for.
-        done = run_workers(txs, params, grads, check_vma=False)
+        done = run_workers(txs, params, grads)
         updates, (state, *_) = done[method]
         found.append((updates, state.mu, state.error))
     got, want = found
@@ -81,16 +54,13 @@ def test_a_step_as_a_tpu_takes_it_is_the_step(as_tpu, method):
     assert all(np.any(x[-1]) for x in jax.tree.leaves(want[0]))
 
 
-def test_only_meshes_of_tpus_have_their_kernels():
+def test_only_meshes_of_tpus_have_their_order():
     with jax.sharding.use_abstract_mesh(mesh_on("data=2").abstract_mesh):
         assert not xla.for_tpu()
     device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
     mesh = jax.sharding.AbstractMesh((2,), ("data",), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         assert xla.for_tpu()
-
-
-# --- Rows in the order of tiles
 
 
 # Where in its rows an element lies, of a leaf of whole tiles.
