@@ -582,8 +582,8 @@ def _grid_row(words: int, workers: int) -> int:
 
     XLA for TPU makes an all-reduce, of twice the bytes, of an all-gather that joins all chips of a slice of
     64 or more: in a torus of two dimensions (the kinds called "lite") up to a size of the result, in one of
-    three always. It does not change an all-gather over some chips of the slice. Seen in compiled programs
-    of jax 0.10.2.
+    three always. It does not change an all-gather over some chips of the slice. A vote on one matrix,
+    compiled for 256 chips of v5e by jax 0.12.0, sends 2.1 MB in place of 3.2.
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = mesh.abstract_device
