@@ -145,11 +145,6 @@ def behind(x: jax.Array, made: jax.Array) -> jax.Array:
     return x & ~_never(lax.bitcast_convert_type(made.reshape(-1)[0], jnp.uint32))
 
 
-def delayed_by(x: jax.Array, number: jax.Array) -> jax.Array:
-    """``uint32[]``, the same value, but it depends on ``number``, ``float32[]``."""
-    return x ^ _never(lax.bitcast_convert_type(number, jnp.uint32)).astype(jnp.uint32)
-
-
 def all_delayed_by(flags: Sequence[jax.Array], words: Sequence[jax.Array]) -> jax.Array:
     """``bool[]``: whether all flags are set, for any words ``uint32[]``.
 
