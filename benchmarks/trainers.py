@@ -42,7 +42,7 @@ FACTORS, SEEDS = (
     (1.0, 1 / 3, 3.0),
     (0, 1, 2),
 )  # of the rate in the file; the first run tells of bytes
-DEVICES, SKIPPED, LAST = 4, 5, 5
+DEVICES, TIMED, SKIPPED, LAST = 4, 40, 5, 5  # steps, but for the first
 QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 LOAD = os.getloadavg()[0]  # of others, before the first run
 IDLE = 0.5  # with more load, times are those of other work too
@@ -388,9 +388,7 @@ class Runs:
 
     def times(self, method: str) -> dict[str, Any]:
         """The row of a method's times."""
-        found = self.ran(
-            method, SEEDS[0], self.base(method), self.trainer.steps, "timed", cached=False
-        )
+        found = self.ran(method, SEEDS[0], self.base(method), TIMED, "timed", cached=False)
         return {
             "kind": "times", **self.about(method), "load": LOAD,
             "seconds": found.seconds, "compile": found.told["compile"],
@@ -429,10 +427,9 @@ def learnt(found: Newest) -> str:
         if not plain or not resumed:
             lines.append([x.name, "not run", *[""] * (len(head) - 2)])
             continue
-        told = f"{plain['version']}, jax {plain['with']}"
         lines.append([
-            x.name, told, str(resumed["lines"]), loss(plain), *[loss(rows[m], plain) for m in OURS],
-            equality(resumed), resumed["date"],
+            x.name, plain["version"], str(resumed["lines"]), loss(plain),
+            *[loss(rows[m], plain) for m in OURS], equality(resumed), resumed["date"],
         ])  # fmt: skip
     lines += [[x, "not possible, see below", *[""] * (len(head) - 2)] for x in ABSENT]
     return report.markdown(head, lines, columns="---")
@@ -448,7 +445,7 @@ def loss(row: dict[str, Any] | None, plain: dict[str, Any] | None = None) -> str
     if plain and plain["error"] is not None:
         apart = abs(row["mean"] - plain["mean"])
         star = r"\*" if apart > 2 * math.hypot(row["error"], plain["error"]) else ""
-    return f"{row['mean']:.3f} ± {row['error']:.3f}{star}"
+    return f"{row['mean']:.3f}±{row['error']:.3f}{star}"
 
 
 def equality(row: dict[str, Any]) -> str:

@@ -897,8 +897,16 @@ def test_a_key_that_a_step_makes_of_a_seed_is_warned_of_and_can_be_folded():
         key = jax.random.fold_in(key, lax.axis_index("data")) if fold else key
         return x * jax.random.bernoulli(key, 0.5, x.shape)
 
-    with pytest.warns(UserWarning, match="draw alike, such as one dropout mask.*axis_index"):
+    warned = {
+        "expected_warning": UserWarning,
+        "match": "draw alike, such as one dropout mask.*axis_index",
+    }
+    with pytest.warns(**warned) as alone:
         alike = mapped(functools.partial(step, False))(1, np.ones((8, 9), np.float32))
+    with pytest.warns(**warned) as inside:
+        jax.jit(lambda x: mapped(functools.partial(step, False))(1, x))(np.ones((8, 9), np.float32))
+    # The line that calls it, however deep that is in us.
+    assert [x[0].filename for x in (alone, inside)] == [__file__] * 2
     assert (alike[:2] == alike[2:4]).all()
     own = mapped(functools.partial(step, True))(1, np.ones((8, 9), np.float32))
     assert (own[:2] != own[2:4]).any()

@@ -7,6 +7,7 @@ needs no casts. `arguments` says what goes in, `results` what comes out.
 """
 
 import contextlib
+import inspect
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -446,7 +447,7 @@ class Program:
                 "alike, such as one dropout mask: it makes the key of a constant. Give the key as an "
                 "argument, into which each worker folds its number, or fold it in: jax.random.fold_in(key, "
                 f"jax.lax.axis_index({self.workers.axes}))",
-                stacklevel=6,
+                stacklevel=frames_of_ours(),
             )
 
     # --- Run
@@ -494,6 +495,14 @@ class Program:
     def _folded(self, x: jax.Array) -> jax.Array:
         fold = jnp.vectorize(jax.random.fold_in) if is_key(x) else jax.random.fold_in
         return fold(x, axes.worker_index(self.workers.axes))
+
+
+def frames_of_ours() -> int:
+    """How many frames of this package stand on those of the line that called it, for a warning there."""
+    package, frame, count = __name__.partition(".")[0], inspect.currentframe(), 0
+    while frame and frame.f_globals["__name__"].partition(".")[0] == package:
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 def with_free_axis(workers: Workers) -> Workers:
