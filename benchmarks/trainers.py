@@ -440,12 +440,12 @@ def loss(row: dict[str, Any] | None, plain: dict[str, Any] | None = None) -> str
     if row is None:
         return "not run"
     if row["error"] is None:
-        return f"{row['mean']:.3f}"
+        return f"{row['mean']:.4f}"
     star = ""
     if plain and plain["error"] is not None:
         apart = abs(row["mean"] - plain["mean"])
         star = r"\*" if apart > 2 * math.hypot(row["error"], plain["error"]) else ""
-    return f"{row['mean']:.3f}±{row['error']:.3f}{star}"
+    return f"{row['mean']:.4f}±{row['error']:.4f}{star}"
 
 
 def equality(row: dict[str, Any]) -> str:

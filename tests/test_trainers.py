@@ -37,9 +37,9 @@ def test_a_trainer_needs_ten_lines_at_most_and_none_without_the_library(trainer)
 
 def test_a_loss_that_is_apart_by_two_standard_errors_has_a_star():
     plain = {"mean": 1.0, "error": 0.03}
-    assert trainers.loss({"mean": 1.09, "error": 0.04}, plain) == "1.090±0.040"
-    assert trainers.loss({"mean": 1.11, "error": 0.04}, plain) == r"1.110±0.040\*"
-    assert trainers.loss({"mean": 0.89, "error": 0.04}, plain) == r"0.890±0.040\*"
+    assert trainers.loss({"mean": 1.09, "error": 0.04}, plain) == "1.0900±0.0400"
+    assert trainers.loss({"mean": 1.11, "error": 0.04}, plain) == r"1.1100±0.0400\*"
+    assert trainers.loss({"mean": 0.89, "error": 0.04}, plain) == r"0.8900±0.0400\*"
 
 
 # --- Keras
