@@ -443,11 +443,11 @@ def _holders(tree: Any, workers: Workers) -> list[Held]:
             return
         if isinstance(specs, StateSpecs):
             # A state that `MappedStep.prepare` has put into boxes is in front of another exchange.
-            for spec, x in zip(specs.state, jax.tree.leaves(node, is_leaf=is_box), strict=True):
-                if is_box(x):
-                    spec = own_spec(jax.tree.leaves(x)[0])
-                own = spec if workers.stacks(spec) else None
-                found.append(Held(own, True, is_box(x), variable=variable))
+            said = [spec if workers.stacks(spec) else None for spec in specs.state]
+            for own, x in zip(said, jax.tree.leaves(node, is_leaf=is_box), strict=True):
+                kept = is_box(x)
+                own = own_spec(jax.tree.leaves(x)[0]) if kept else own
+                found.append(Held(own, True, kept, variable=variable))
             return
         parts = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
         if len(parts) == 1 and parts[0] is node:

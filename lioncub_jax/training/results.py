@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax.exchange import wires, xla
 from lioncub_jax.exchange.bits import common_dtype
 from lioncub_jax.mesh.axes import all_finite
+from lioncub_jax.mesh.boxes import find_nodes
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.training import differ, graphs
 from lioncub_jax.training.arguments import Arguments, Own, Role, as_static, is_array, opened
@@ -142,6 +143,8 @@ class _Matching:
         self._slots = _Slots()
         self._offered: dict[Any, list[tuple[Any, list[Any]]]] = {}
         plain, _ = self._slots.of_all(arguments)
+        self._has_boxes = bool(find_nodes(plain, Own))
+        self._is_key = [is_key(x.shape) for x in arguments.leaves]
         for argument in plain:
             self._offer(argument, is_argument=True)
 
@@ -151,7 +154,7 @@ class _Matching:
         A number, or an array in something, is too like others; a key is not, nor an argument.
         """
         is_slot = self._slots.has
-        leaves, tree = jax.tree.flatten(node if is_slot(node) else opened(node))
+        leaves, tree = jax.tree.flatten(opened(node) if self._has_boxes else node)
         is_known = not is_slot(node) or self._is_known(node, is_argument)
         if is_known and any(map(is_slot, leaves)):
             kinds = tuple([self._kind_before(x) if is_slot(x) else as_static(x) for x in leaves])
@@ -161,8 +164,10 @@ class _Matching:
                 self._offer(part)
 
     def _is_known(self, slot: object, is_argument: bool) -> bool:
-        shape = self._arguments.leaves[self._slots[slot]].shape
-        return (shape.ndim > 0 and (is_argument or shape.dtype == np.uint32)) or is_key(shape)
+        i = self._slots[slot]
+        shape = self._arguments.leaves[i].shape
+        alone = shape.ndim > 0 and (is_argument or shape.dtype == np.uint32)
+        return alone or self._is_key[i]
 
     def _kind_before(self, slot: object) -> Any:
         leaf = self._arguments.leaves[self._slots[slot]]
