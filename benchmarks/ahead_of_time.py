@@ -147,7 +147,8 @@ def documented(document: str, rows: report.Rows) -> str:
         some = [machine for machine in machines_of if machine in SHOWN] or machines_of
         for machine, (title, (name, form)) in itertools.product(some, FIGURES.items()):
             numbers = [of_model.get((machine, step), {}).get(name) for step in steps]
-            lines.append([machine, title, *("" if x is None else format(x, form) for x in numbers)])
+            shown = ["" if x is None else format(x, form) for x in numbers]
+            lines += [[machine, title, *shown]] if any(shown) else []
         tables[model] = report.markdown(["machine", "", *steps], lines)
     lines = []
     for (machine, _, method), row in known.items():
@@ -159,8 +160,8 @@ def documented(document: str, rows: report.Rows) -> str:
     if lines:
         head = ["machine", "messages that computing hides", "MB of them"]
         tables["buckets"] = report.markdown(head, lines)
-    shown = {name: table for name, table in tables.items() if f"<!-- {name} -->" in document}
-    return report.written(document, shown)
+    wanted = {name: table for name, table in tables.items() if f"<!-- {name} -->" in document}
+    return report.written(document, wanted)
 
 
 if __name__ == "__main__":
