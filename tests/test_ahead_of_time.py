@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import ahead_of_time
@@ -132,7 +133,8 @@ except ValueError as error:
 """
 SENT = {
     (2, "none"): "A device sends 62.2 kB between the workers of 'data' in a step",
-    (2, "float32"): "for it over 'data', but also 2.0",
+    # By libtpu 0.0.50 and 0.0.42; 2 * 15 / 16 of what is averaged, and padding.
+    (2, "float32"): r"for it over 'data', but also (1\.97|2\.0\d*) MB of floats",
     (1, "float16"): "but also 918 kB of floats:\n  all-reduce of f16",
     (1, "float8_e5m2"): "but also 459 kB of floats:\n  all-reduce of f8e5m2",
 }
@@ -143,4 +145,4 @@ SENT = {
 def test_what_tpus_send_between_slices_or_in_words_is_seen(slices, dtype):
     environment = machines.environment(machines.MACHINES["v5e-8"])
     done = run_python("-c", DESCRIBED, slices, dtype, **environment)
-    assert SENT[slices, dtype] in done.stdout, done.stderr
+    assert re.search(SENT[slices, dtype], done.stdout), done.stderr
