@@ -300,7 +300,7 @@ def encode(
 ) -> tuple[list[Coded], Coded]:  # fmt: skip
     """``q = Q(c + e)`` of each piece of a bucket, and of the whole bucket."""
     pieces, seed = bucket.pieces, codec.rounding
-    whole = bucket_context(codec, plan, bucket)
+    whole = bucket_context(codec, plan, bucket, rows[0])
     means: Sequence[jax.Array | None] = [None] * len(pieces)
     if codec.uses_leaf_mean:
         means = leaf_means(plan, bucket, rows)
@@ -327,10 +327,13 @@ def encode(
     return [x._replace(planes=x.planes[:num_planes]) for x in coded], joined
 
 
-def bucket_context(codec: Codec, plan: Plan, bucket: BucketPlan) -> Context:
+def bucket_context(codec: Codec, plan: Plan, bucket: BucketPlan, rows: jax.Array) -> Context:
     """Facts that the codec needs about a bucket, whose values begin with ``rows``."""
     layout = bucket.layout
     draw = bits.draw_signs(plan.num_steps, plan.worker, plan.num_workers)
+    if plan.abstains_per_bucket:
+        # Each bucket has its own copy, so that the first does not wait for the last gradient.
+        draw = [xla.delayed_by(x, rows[0, 0]) for x in draw]
     first_word = (layout.first_row + bucket.shard * layout.total_rows) * WORDS_PER_ROW
     words = sum(piece.rows for piece in bucket.pieces) * WORDS_PER_ROW
     return Context(
