@@ -479,6 +479,18 @@ def test_what_no_one_can_know_of_a_result_is_to_be_said(made, options, words):
         mapped(lambda _, x: made(x), **options)((), BATCH[0])
 
 
+def test_state_that_counts_rows_counts_those_of_all_workers():
+    def counting(rows):
+        return lambda seen, x: (jax.jit(lambda seen: seen + rows(x))(seen), x.mean())
+
+    with pytest.raises(ValueError, match="4 is added, the number of one worker's rows"):
+        mapped(counting(len))(jnp.int32(0), BATCH[0])
+    for rows, seen in ((lambda x: 4 * len(x), 16), (lambda _: 4, 4)):  # 4 that is no number of rows
+        assert mapped(counting(rows))(jnp.int32(0), BATCH[0])[0] == seen
+    one = workers_on("data=1")
+    assert mapped(counting(len), one)(jnp.int32(0), BATCH[0])[0] == 16
+
+
 def picked(x):
     return {
         "most": x.max(), "least": x.min(), "longest": (9 * x).astype(jnp.int32).max(),

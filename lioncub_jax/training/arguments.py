@@ -280,10 +280,10 @@ class Arguments:
                 )
 
     def rows_of_one(self) -> set[int]:
-        """How many rows a worker has of each array, where that is more than one."""
+        """How many rows one of several workers has of each array, where that is more than one."""
         count = self.workers.num_gradients
         rows = [x.shape.shape[x.dim] // count for x in self.leaves if x.role is Role.ROWS]
-        return {n for n in rows if n > 1}
+        return {n for n in rows if n > 1 < count}
 
     def check_batch(self, returned: set[int], keys: set[int]) -> None:
         """Raises where the last argument may not be the batch, because another may be.

@@ -317,16 +317,31 @@ PICKS = {
 }  # fmt: skip
 
 
-def last_operation(jaxpr: Jaxpr, x: Any) -> str:
-    """The name of the operation that makes an array, in front of casts; "" of arguments and constants."""
+def last_equation(jaxpr: Jaxpr, x: Any) -> JaxprEqn | None:
+    """The one that makes an array, in front of casts; None of arguments and constants."""
     for eqn in reversed(jaxpr.eqns):
         if isinstance(x, Literal) or x not in eqn.outvars:
             continue
         name, inner = eqn.primitive.name, [*jaxprs_in_params(eqn.params)]
         if len(inner) == 1 and name not in ("scan", "while"):
-            return last_operation(inner[0], inner[0].outvars[eqn.outvars.index(x)])
-        return last_operation(jaxpr, eqn.invars[0]) if name in _KEEPS else name
-    return ""
+            return last_equation(inner[0], inner[0].outvars[eqn.outvars.index(x)])
+        return last_equation(jaxpr, eqn.invars[0]) if name in _KEEPS else eqn
+    return None
+
+
+def last_operation(jaxpr: Jaxpr, x: Any) -> str:
+    """The name of what makes an array, in front of casts; "" of arguments and constants."""
+    eqn = last_equation(jaxpr, x)
+    return "" if eqn is None else str(eqn.primitive.name)
+
+
+def added(jaxpr: Jaxpr, i: int) -> float | None:
+    """The number that the last operation of a result adds to another, or None."""
+    eqn = last_equation(jaxpr, jaxpr.outvars[i])
+    if eqn is None or eqn.primitive.name != "add":
+        return None
+    numbers = [x.val for x in eqn.invars if isinstance(x, Literal) and not np.ndim(x.val)]
+    return float(numbers[0]) if numbers else None
 
 
 def constant(closed: ClosedJaxpr, i: int) -> Any:

@@ -411,10 +411,14 @@ class Program:
         return {x.name: array for x, array in zip(self.arguments.leaves, arrays, strict=True)}
 
     @cached_property
+    def doubled(self) -> tuple[Any, Results]:
+        """The jaxpr and the results of twice the rows."""
+        return self._traced(self._with_rows(2))[:2]
+
+    @cached_property
     def grown(self) -> list[bool]:
         """For each result whether its first dimension doubles with the rows: such are rows themselves."""
-        _, more, _ = self._traced(self._with_rows(2))
-        pairs = zip(self.results.arrays, more.arrays, strict=True)
+        pairs = zip(self.results.arrays, self.doubled[1].arrays, strict=True)
         return [x.ndim > 0 and y.shape[0] == 2 * x.shape[0] for x, y in pairs]
 
     def _slice(self, i: int) -> Callable[[Sequence[Any]], Any]:

@@ -305,6 +305,7 @@ class Outside:
 
     def _of_constant(self, i: int, result: Result) -> Role:
         """What is the same for all stays, but a constant that ``out`` adds, such as a number of rows."""
+        self._check_count(i, result)
         if result.before is not None or result.kind:
             return Role.SAME
         value = differ.constant(self._program.closed, i)
@@ -319,6 +320,18 @@ class Outside:
                 f"out={{{_last_word(result.name)!r}: 'sum'}}); 'mean' keeps a number that only looks so"
             )
         return Role.SUM if said == ["sum"] else Role.SAME
+
+    def _check_count(self, i: int, result: Result) -> None:
+        """Raises where the number of one worker's rows is added, which doubles with them."""
+        program = self._program
+        rows = differ.added(program.closed.jaxpr, i)
+        if rows is None or rows not in program.arguments.rows_of_one():
+            return
+        if differ.added(program.doubled[0].jaxpr, i) == 2 * rows:
+            raise ValueError(
+                f"to {result.name} {rows:g} is added, the number of one worker's rows, as of len(batch): "
+                "add that of all workers, workers.num_gradients * len(batch)"
+            )
 
     def _check_number(self, i: int, result: Result, x: Any) -> None:
         """Raises for a number that picks one of a worker's, of which there is no mean and no sum."""
