@@ -255,6 +255,7 @@ class Outside:
         self._averaged, self._out = {*program.mapped.averaged}, program.mapped.out
         self.roles = [self._role(i, x) for i, x in enumerate(self._results.each)]
         self._check_ratios()
+        self._check_counts()
 
     def _leaf(self, i: int) -> Any:
         before = self._results.each[i].before
@@ -305,7 +306,6 @@ class Outside:
 
     def _of_constant(self, i: int, result: Result) -> Role:
         """What is the same for all stays, but a constant that ``out`` adds, such as a number of rows."""
-        self._check_count(i, result)
         if result.before is not None or result.kind:
             return Role.SAME
         value = differ.constant(self._program.closed, i)
@@ -321,17 +321,18 @@ class Outside:
             )
         return Role.SUM if said == ["sum"] else Role.SAME
 
-    def _check_count(self, i: int, result: Result) -> None:
+    def _check_counts(self) -> None:
         """Raises where the number of one worker's rows is added, which doubles with them."""
-        program = self._program
-        rows = differ.added(program.closed.jaxpr, i)
-        if rows is None or rows not in program.arguments.rows_of_one():
-            return
-        if differ.added(program.doubled[0].jaxpr, i) == 2 * rows:
-            raise ValueError(
-                f"to {result.name} {rows:g} is added, the number of one worker's rows, as of len(batch): "
-                "add that of all workers, workers.num_gradients * len(batch)"
-            )
+        program, rows = self._program, self._program.arguments.rows_of_one()
+        for i, role in enumerate(self.roles):
+            number = differ.added(program.closed.jaxpr, i) if role is Role.SAME else None
+            if number is None or number not in rows:
+                continue
+            if differ.added(program.doubled[0].jaxpr, i) == 2 * number:
+                raise ValueError(
+                    f"to {self._results.each[i].name} {number:g} is added, the number of one worker's "
+                    "rows, as of len(batch): add that of all, workers.num_gradients * len(batch)"
+                )
 
     def _check_number(self, i: int, result: Result, x: Any) -> None:
         """Raises for a number that picks one of a worker's, of which there is no mean and no sum."""
