@@ -161,7 +161,8 @@ def all_delayed_by(flags: Sequence[jax.Array], words: Sequence[jax.Array]) -> ja
     It depends on ``words``, so XLA orders it after their readers, and momentum can be overwritten in place
     without a copy. On a CPU a vote of 2 bits of one array of 16M holds 19 MB in place of 72
     (``benchmarks/local_step.py``), but without momentum 20 arrays with `owner_adamw` hold 6 % more, so
-    there are no words then. Programs of TPUs do not change by it.
+    there are no words then. On TPUs, a step of a GPT of 124M parameters with `owner_lion` accesses 2 % more
+    bytes without them.
     """
     unset = ~jnp.stack(flags)
     if not words:
