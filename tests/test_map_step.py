@@ -1,6 +1,8 @@
 """A trainer's own step mapped over the workers: what runs, what comes out of it, and what is an error."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -886,6 +888,23 @@ class Scale:
     @classmethod
     def tree_unflatten(cls, _, children):
         return cls(*children)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Rows:
+    """A class whose constructor looks at shapes, as GPJax's `Dataset`."""
+
+    x: Any
+    y: Any
+
+    def __post_init__(self):
+        assert len(self.x.shape) == 2 and self.x.shape[0] == self.y.shape[0]
+
+
+def test_a_class_that_looks_at_shapes_holds_the_rows():
+    step = lc.map_step(lambda rows: rows.y.mean() + 0 * rows.x.mean(), WORKERS())
+    assert step(Rows(np.ones((8, 2), np.float32), np.arange(8, dtype=np.float32))) == 3.5
 
 
 def test_a_class_that_wants_arrays_is_state_and_result():

@@ -44,23 +44,34 @@ class Result(NamedTuple):
     kind: str = ""
 
 
+class _Shape(jax.ShapeDtypeStruct):
+    """A shape that is equal to itself alone."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # type: ignore[assignment]
+
+
 class _Slots(dict[object, int]):
     """Places of arrays, by the bare objects that stand for them in a tree.
 
-    JAX itself puts such objects into trees, so constructors of foreign classes let them pass.
+    JAX itself puts such objects into trees, so constructors of foreign classes let them pass. Those that do
+    not, as GPJax's `Dataset`, look at shapes.
     """
 
-    def new(self, place: int) -> object:
-        slot = object()
+    def new(self, place: int, shape: jax.ShapeDtypeStruct | None = None) -> object:
+        slot = object() if shape is None else _Shape(shape.shape, shape.dtype)
         self[slot] = place
         return slot
 
     def of_all(self, arguments: Arguments) -> Any:
         """The arguments with a slot for each array; see `Arguments.with_statics`."""
-        return arguments.with_statics([self.new(i) for i in range(len(arguments.leaves))])
+        leaves = [*enumerate(arguments.leaves)]
+        try:
+            return arguments.with_statics([self.new(i) for i, _ in leaves])
+        except (AttributeError, TypeError, ValueError, AssertionError):
+            return arguments.with_statics([self.new(i, x.shape) for i, x in leaves])
 
     def has(self, x: object) -> bool:
-        return type(x) is object and x in self
+        return type(x) in (object, _Shape) and x in self
 
 
 class _Fixed(NamedTuple):
