@@ -32,15 +32,19 @@ def total() -> Vote:
     def encode(counted: Tally, context: Context) -> tuple[Planes, None]:
         return counted.planes, None
 
-    def decode(planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format) -> jax.Array:
+    def decode(
+        planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
+    ) -> tuple[jax.Array, None]:
+        return bits.unpack_stored(planes, num_rows), None
+
+    def value(sums: jax.Array, scales: None, fmt: Format) -> jax.Array:
         """``sum - W max_code / 2``."""
-        sums = bits.unpack_stored(planes, num_rows).astype(jnp.int32)
-        return jnp.minimum(sums, fmt.max_sum) - fmt.max_sum // 2
+        return jnp.minimum(sums.astype(jnp.int32), fmt.max_sum) - fmt.max_sum // 2
 
     def reply_format(fmt: Format) -> Format:
         return fmt.reply(fmt.max_sum.bit_length(), 0)
 
-    codec = ReplyCodec("total", encode, decode, reply_format, itself)
+    codec = ReplyCodec("total", encode, decode, reply_format, itself, value)
     return Vote(codec, zero=True, divides_by_present=True)
 
 

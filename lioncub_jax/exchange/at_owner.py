@@ -311,14 +311,18 @@ def values() -> ReplyCodec:
         words = zero_unknown(u).view(jnp.uint32)
         return [words.reshape(context.num_chunks, -1)], None, jnp.uint32(0), error
 
-    def decode(planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format) -> jax.Array:
-        decoded = planes[0].view(jnp.float32).reshape(-1, num_rows, ROW)
-        return jnp.where(jnp.isfinite(decoded), decoded, 0)  # whatever an owner sends
+    def decode(
+        planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
+    ) -> tuple[jax.Array, None]:
+        return planes[0].view(jnp.float32).reshape(-1, num_rows, ROW), None
+
+    def value(u: jax.Array, scales: None, fmt: Format) -> jax.Array:
+        return jnp.where(jnp.isfinite(u), u, 0)  # whatever an owner sends
 
     def reply_format(fmt: Format) -> Format:
         return fmt.reply(1, 0, words_per_row=ROW)
 
-    return ReplyCodec("values", encode, decode, reply_format, itself)
+    return ReplyCodec("values", encode, decode, reply_format, itself, value)
 
 
 def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
@@ -352,30 +356,27 @@ def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
 
     def encode(u: jax.Array, context: Context, error: jax.Array) -> tuple[Any, ...]:
         x = zero_unknown(u + error.astype(jnp.float32))
-        mean, _ = quantize.row_mean(x, context.row_sizes)
+        mean, _ = quantize.mean_of_sums(quantize.sums_of_rows(x), context.row_sizes)
         half = quantize.to_bfloat16(quantize.GAUSSIAN_STEP[p] / 2 * mean)
         half = jnp.minimum(half, largest)
-        q = quantize.midrise_codes(x, x >= 0, 2 * half, p)
+        q = quantize.midrise_codes(x, x >= 0, quantize.inverted(2 * half), p)
         new_error = saturated(x - quantize.dequantized(q, max_code, half), error.dtype)
         new_error = jnp.where(jnp.isnan(u), error, new_error)
         # If no worker participates no element is known, so the scale is 0.
         row_data = half.astype(jnp.bfloat16).reshape(context.num_chunks, -1).view(jnp.uint32)
         return bits.pack(context.in_chunks(q), p), row_data, jnp.uint32(0), new_error
 
-    def decode(planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format) -> jax.Array:
+    def decode(
+        planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
+    ) -> tuple[jax.Array, jax.Array]:
         assert row_data is not None
         half = unpack_scales(row_data, largest).reshape(-1, num_rows)  # whatever an owner sends
         half = xla.materialized(half)
-        odd = xla.chosen(jnp.any(half > 0), numbers, nothing, list(planes))
-        return odd.astype(jnp.float32) * half[..., None]
+        return xla.stored(numbers, list(planes)), half
 
     def numbers(planes: Planes) -> jax.Array:
         codes = bits.unpack(planes, planes[0].shape[-1] // bits.WORDS_PER_ROW)
         return quantize.odd_numbers(codes, max_code).astype(short)
-
-    def nothing(planes: Planes) -> jax.Array:
-        words = planes[0]
-        return jnp.zeros((*words.shape[:-1], words.shape[-1] // bits.WORDS_PER_ROW, ROW), short)
 
     def reply_format(fmt: Format) -> Format:
         return fmt.reply(p, fmt.num_rows // 2)
@@ -383,4 +384,4 @@ def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
     def init(rows: jax.Array) -> jax.Array:
         return jnp.zeros_like(rows, dtype=dtype)
 
-    return ReplyCodec(f"codes({p})", encode, decode, reply_format, itself, init)
+    return ReplyCodec(f"codes({p})", encode, decode, reply_format, itself, init=init)

@@ -19,7 +19,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ _GROUP = 255
 _APART = 4
 _STRIPES = BLOCK // _APART
 _EVERY_FOURTH = 0x11111111
+Halves: TypeAlias = list[list[jax.Array]]  # see `half_packed`
 
 
 def divide_up(n: int, by: int) -> int:
@@ -95,9 +96,64 @@ def pack(codes: jax.Array, p: int = 1) -> list[jax.Array]:
       >>> bits.pack(x)[0][7].tolist()  # row 3 is bit 3
       8
     """
-    lead = codes.shape[:-2]
-    parts = [_pack_blocks(x, p) for x in _rows_in_blocks(codes)]
-    return [_joined(each, lead) for each in zip(*parts, strict=True)]
+    return planes_of(half_packed(codes, p), p)
+
+
+def half_packed(codes: jax.Array, p: int) -> Halves:
+    """The first stage of `pack`: words with four bits each of the codes of eight rows.
+
+    A list for whole blocks, and one for a part block, with an array for every four bits of a code. Arrays
+    of whole blocks may be joined along dimension -3, that of blocks.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax.exchange import bits
+      >>> halves = bits.half_packed(jnp.full((32, 128), 5), 3)
+      >>> halves[0][0].shape, hex(int(halves[0][0][0, 0, 0])), int(bits.half_unpacked(halves, 3)[0, 0])
+      ((1, 4, 128), '0x55555555', 5)
+    """
+    return [_to_nibbles(x, p) for x in _rows_in_blocks(codes)]
+
+
+def planes_of(halves: Halves, p: int) -> list[jax.Array]:
+    """The second stage of `pack`: planes ``uint32[..., words]`` of what `half_packed` gives."""
+    parts = [_apart(each, p) for each in halves]
+    return [_joined(each, each[0].shape[:-2]) for each in zip(*parts, strict=True)]
+
+
+def half_unpacked(halves: Halves, p: int) -> jax.Array:
+    """Codes ``uint32[..., rows, 128]`` of ``p`` bits, with less work than from planes."""
+    rows, parts = sum(x[0].shape[-3] * x[0].shape[-1] // WORDS_PER_ROW for x in halves), []
+    for each in halves:
+        at = iota_along(_STRIPES, -3, each[0].ndim + 1, _APART)
+        codes = []
+        for k, words in enumerate(each[: divide_up(p, _APART)]):
+            mask = 2 ** min(p - _APART * k, _APART) - 1
+            codes.append(((words[..., None, :, :] >> at) & mask) << (_APART * k))
+        code = functools.reduce(operator.or_, codes)
+        parts.append(_in_rows(code.reshape(*code.shape[:-3], BLOCK, -1), rows))
+    return jnp.concatenate(parts, -2)
+
+
+def half_with_zero_signs(halves: Halves, p: int, signs: jax.Array) -> Halves:
+    """`with_zero_signs`, of what `half_packed` gives of codes with the mark above them, without the mark.
+
+    Args:
+      halves: of ``p + 1`` bits.
+      p: bits of a code.
+      signs: ``uint32[..., words]``, as `random_signs`.
+    """
+    rows, signed = signs.shape[-1] // WORDS_PER_ROW, []
+    for each, words in zip(halves, _in_blocks(signs, rows), strict=True):
+        words = words[..., None, :]
+        marks = each[p // _APART] >> (p % _APART)
+        aside = (words >> iota_along(_APART, -2, words.ndim)) & ~marks & _EVERY_FOURTH
+        own = []
+        for k in range(0, p, _APART):
+            mask = 2 ** min(p - k, _APART) - 1  # all bits of the code are turned
+            own.append((each[k // _APART] & np.uint32(mask * _EVERY_FOURTH)) ^ (aside * mask))
+        signed.append(own)
+    return signed
 
 
 def iota_along(size: int, at: int, ndim: int, by: int = 1) -> jax.Array:
@@ -125,22 +181,27 @@ def with_zero_signs(
     return [*[x & ~aside for x in lower], upper | aside]
 
 
-def _pack_blocks(codes: jax.Array, p: int) -> list[jax.Array]:
-    """``[..., 32, lanes]`` to ``uint32[..., lanes]`` for each plane."""
+def _to_nibbles(codes: jax.Array, p: int) -> list[jax.Array]:
+    """``[..., 32, lanes]`` to ``uint32[..., 4, lanes]``, eight nibbles each, for every four bits."""
     lead, lanes = codes.shape[:-2], codes.shape[-1]
     striped = codes.astype(jnp.uint32).reshape(*lead, _STRIPES, _APART, lanes)
-    at = iota_along(_STRIPES, -3, striped.ndim, _APART)
-    row = iota_along(_APART, -2, striped.ndim - 1)
-    stripes, nibbles = [], striped
+    at, nibbles = iota_along(_STRIPES, -3, striped.ndim, _APART), []
+    for k in range(0, p, _APART):
+        four = striped >> k if k else striped
+        four = four & 0xF if p > _APART else four
+        nibbles.append(lax.reduce_or(four << at, (len(lead),)))
+    return nibbles
+
+
+def _apart(nibbles: Sequence[jax.Array], p: int) -> list[jax.Array]:
+    """``uint32[..., lanes]`` for each plane, of `_to_nibbles`."""
+    row, stripes = iota_along(_APART, -2, nibbles[0].ndim), []
     for k in range(p):
-        if k % _APART == 0:
-            four = striped >> k if k else striped
-            four = four & 0xF if p > _APART else four
-            nibbles = lax.reduce_or(four << at, (len(lead),))
         bit = k % _APART
-        stripes.append((nibbles >> bit if bit else nibbles) & _EVERY_FOURTH)
+        own = nibbles[k // _APART]
+        stripes.append((own >> bit if bit else own) & _EVERY_FOURTH)
     # A reduction, because XLA stores its result; a sum of terms would be computed again for each use.
-    return xla.reduced([operator.or_] * p, [x << row for x in stripes], len(lead))
+    return xla.reduced([operator.or_] * p, [x << row for x in stripes], nibbles[0].ndim - 2)
 
 
 def _rows_in_blocks(x: jax.Array) -> list[jax.Array]:
@@ -214,12 +275,34 @@ def unpack_each(planes: Sequence[jax.Array], rows: int) -> Callable[[Any], jax.A
     return apart
 
 
+def unpack_signs(positive: jax.Array, moved: jax.Array, rows: int) -> jax.Array:
+    """``int8[..., rows, 128]``, stored as `unpack_stored` does: 1 or -1, and 0 in rows that do not move.
+
+    Args:
+      positive: ``uint32[..., 4 rows]``.
+      moved: row words, ``uint32[..., blocks]``.
+      rows: as of `whole_rows`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax.exchange import bits
+      >>> positive = jnp.zeros(128, jnp.uint32).at[7].set(8)
+      >>> bits.unpack_signs(positive, jnp.array([12], jnp.uint32), 32)[1:4, 7].tolist()
+      [0, -1, 1]
+    """
+
+    def signs(words: Sequence[jax.Array]) -> jax.Array:
+        positive, moved = words
+        moved = over_rows(moved, rows)
+        # 1 is 00000001 and -1 is 11111111.
+        upper = -unpack([moved & ~positive], rows) & np.uint32(0xFE)
+        return (unpack([moved], rows) | upper).astype(jnp.int8)
+
+    return xla.stored(signs, [positive, moved])
+
+
 def unpack_stored(planes: Sequence[jax.Array], rows: int) -> jax.Array:
     """Like `unpack`, as the smallest integer type, and stored in memory before it is reshaped to a leaf.
-
-    XLA for CPU fuses the unpacking into the reshape and then indexes element by element, which is several
-    times slower. A reduction whose result is used twice is not fused, so the codes are the result of a
-    reduction here.
 
     Args:
       planes: ``uint32[..., 4 rows]`` each.
@@ -229,11 +312,7 @@ def unpack_stored(planes: Sequence[jax.Array], rows: int) -> jax.Array:
       ``uint8[..., rows, 128]``, of more than 8 planes ``uint16``, of more than 16 ``uint32``.
     """
     dtype = np.min_scalar_type(2 ** len(planes) - 1)
-    if xla.for_tpu():  # there, rows in the order of tiles lie as they are read
-        return unpack(planes, rows).astype(dtype)
-    several = jnp.stack([*planes, jnp.zeros_like(planes[0])] if len(planes) == 1 else list(planes))
-    at = jnp.arange(len(several), dtype=dtype).reshape(-1, *[1] * planes[0].ndim, 1)
-    return lax.reduce_or(_bits(several, rows).astype(dtype) << at, (0,))
+    return xla.stored(lambda planes: unpack(planes, rows).astype(dtype), list(planes))
 
 
 def _bits(words: jax.Array, rows: int) -> jax.Array:

@@ -24,7 +24,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from lioncub_jax.exchange import bits, layout, xla
-from lioncub_jax.exchange.bits import ROW
+from lioncub_jax.exchange.bits import ROW, Halves
 from lioncub_jax.exchange.checks import check_floating, check_number
 from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.exchange.wires import LARGEST_BFLOAT16, Coded, Format
@@ -69,23 +69,30 @@ class Codec(NamedTuple):
     Attributes:
       max_code: ``num_workers -> largest code``; raises ``ValueError`` if the sum over so many workers does
         not fit.
-      encode: ``(float32[rows, 128], Context) -> Coded``, of a piece.
-      finish: ``(Coded, Context) -> Coded``, of a whole bucket: what takes a pass over words takes little
-        time for all pieces at once, and a compiler's time for each of them.
+      encode: ``(float32[rows, 128], Rows, Context) -> uint32[rows, 128]``, of a piece: codes, and above
+        them one bit, which for mid-rise codes is 1 where a value is not zero (a zero has the lower one of
+        the two codes in the middle), and for others where it is not finite. Of dense values their words.
+      finish: ``(Halves, Rows, Context) -> Coded``, of a whole bucket, whose codes are half packed: what
+        takes a pass over words or numbers of rows takes little time for all pieces at once, and a
+        compiler's time for each of them.
+      measure: ``float32[rows, 128] -> arrays [rows]``, of a piece.
+      rows: ``(arrays [rows], Context) -> Rows``, of a whole bucket, of what `measure` gives.
       decode: ``(codes, scales) -> float32[..., rows, 128]`` of codes, or dense values, of that shape, and
         scales ``[..., rows]``. None for votes.
       midtread: the middle code is zero.
       dense: dtype of values that travel as they are, without codes; else None.
       rounding: the seed of stochastic rounding, or None for the nearest code.
-      uses_leaf_mean: ``encode`` needs the mean magnitude of whole leaves.
+      uses_leaf_mean: ``rows`` needs the mean magnitude of whole leaves.
       error_dtype: dtype of the error that a worker keeps (error feedback), or None.
       keep: the share of the error that is kept.
       rotates: codes are of rotated rows, see `rotated`.
     """
 
     max_code: Callable[[int], int]
-    encode: Callable[[jax.Array, "Context"], Coded]
-    finish: Callable[[Coded, "Context"], Coded]
+    encode: Callable[[jax.Array, "Rows", "Context"], jax.Array]
+    finish: Callable[[Any, "Rows", "Context"], Coded]
+    measure: Callable[[jax.Array], Sequence[jax.Array]] = lambda x: ()
+    rows: Callable[[Sequence[jax.Array], "Context"], "Rows"] = lambda measured, context: Rows()
     decode: Callable[..., jax.Array] | None = None
     midtread: bool = False
     dense: np.dtype | None = None
@@ -123,6 +130,22 @@ class Codec(NamedTuple):
         return bits.WORDS_PER_ROW if self.dense is None else ROW * self.dense.itemsize // 4
 
 
+class Rows(NamedTuple):
+    """Numbers of each row by which a codec encodes; of a bucket, and cut for each piece of it.
+
+    Attributes:
+      scale: ``float32[rows]``, or None for codes without.
+      inverse: ``float32[rows]``, ``1 / scale``, and 0 where the scale is 0; likewise.
+      voted: ``bool[rows]``, True where the worker votes; None for codes with a zero, or where planes tell.
+      finite: ``bool[rows]``, True where all values are; None where planes tell.
+    """
+
+    scale: jax.Array | None = None
+    inverse: jax.Array | None = None
+    voted: jax.Array | None = None
+    finite: jax.Array | None = None
+
+
 class Context(NamedTuple):
     """Some rows, besides their values: of a piece that a worker encodes, or of what it decides on.
 
@@ -138,8 +161,7 @@ class Context(NamedTuple):
       worker: ``int32[]``, index of the worker.
       deal: of the leaves, if whole matrices were dealt; else None.
       zero_signs: ``uint32[words]``, a random sign of each element of the bucket, for those that are 0.
-      start: ``uint32[]``, the block of the bucket with which the rows begin; None for the whole bucket.
-      noise: ``float32[rows, 128]`` in [0, 1) for stochastic rounding, or None.
+      noise: ``float32[rows, 128]`` in [0, 1) for stochastic rounding of a piece, or None.
       leaf_mean: ``float32[rows]``, mean magnitude of the leaf of each row, or None.
     """
 
@@ -152,7 +174,6 @@ class Context(NamedTuple):
     worker: jax.Array
     deal: Deal | None = None
     zero_signs: jax.Array | None = None
-    start: jax.Array | None = None
     noise: jax.Array | None = None
     leaf_mean: jax.Array | None = None
 
@@ -164,15 +185,6 @@ class Context(NamedTuple):
         """``bool[chunks, rows, 128]``: elements that are no padding, where there are row sizes."""
         assert self.row_sizes is not None
         return self.in_chunks(layout.real_elements(self.row_sizes))
-
-    def signs_of_zeros(self, rows: int) -> jax.Array:
-        """``uint32[rows, 128]``, a random sign, 0 or 1, of each element: see `bits.random_signs`."""
-        words = self.zero_signs
-        assert words is not None
-        if self.start is not None:
-            blocks = words.reshape(-1, ROW)
-            words = lax.dynamic_slice_in_dim(blocks, self.start, rows // bits.BLOCK).reshape(-1)
-        return bits.unpack([self.in_chunks(words)], rows // self.num_chunks).reshape(-1, ROW)
 
     def tie_bits(self, words: int) -> jax.Array:
         """``uint32[chunks, words]``, fair bits for ties, the same on every worker: see `bits.tie_bits`."""
@@ -257,33 +269,33 @@ def midrise(p: int, *, rounding: int | None = None) -> Quantizer:
     check_bits("midrise", p, 1)
     max_code, middle = 2**p - 1, 2 ** (p - 1)
 
-    def encode(x: jax.Array, context: Context) -> Coded:
-        mean, finite = row_mean(x, context.row_sizes)
-        scale = to_bfloat16(GAUSSIAN_STEP[p] * mean)
-        zeros = context.signs_of_zeros(len(x))
+    def rows(measured: Sequence[jax.Array], context: Context) -> Rows:
+        mean, finite = mean_of_sums(measured, context.row_sizes)
+        return _rows_of(to_bfloat16(GAUSSIAN_STEP[p] * mean), mean > 0, finite)
+
+    def encode(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
         if context.noise is None:
-            q = midrise_codes(x, (x > 0) | ((x == 0) & (zeros > 0)), scale, p)
+            q = midrise_codes(x, x > 0, rows.inverse, p)
         else:
-            level = jnp.floor(_divided(x, scale) + (middle - 0.5) + context.noise)
+            level = jnp.floor(_scaled(x, rows) + (middle - 0.5) + context.noise)
             level = jnp.clip(level, 0, max_code).astype(jnp.uint32)
-            q = jnp.where(x == 0, middle - 1 + zeros, level)
-        return Coded(_packed(q, p, context), scale.astype(jnp.bfloat16), mean > 0, finite)
+            q = jnp.where(x == 0, middle - 1, level)
+        return q | ((x != 0).astype(jnp.uint32) << p)
 
-    def finish(coded: Coded, context: Context) -> Coded:
-        assert coded.finite is not None
-        voted = bits.pack_rows(context.in_chunks(coded.voted)).reshape(-1)
-        return coded._replace(voted=voted, finite=jnp.all(coded.finite))
-
-    def vote(x: jax.Array, context: Context) -> Coded:
-        return encode(x, context)._replace(scales=None)
+    def finish(halves: Halves, rows: Rows, context: Context) -> Coded:
+        assert rows.scale is not None and rows.finite is not None and context.zero_signs is not None
+        halves = bits.half_with_zero_signs(halves, p, context.in_chunks(context.zero_signs))
+        voted = bits.pack_rows(context.in_chunks(rows.voted)).reshape(-1)
+        return Coded(_planes(halves, p), rows.scale, voted, jnp.all(rows.finite), halves)
 
     def num_codes(num_workers: int) -> int:
         return max_code
 
-    values = Codec(num_codes, encode, finish, rounding=rounding, decode=_decoder(max_code))
-    votes = values._replace(encode=vote, decode=None)
+    decode = _decoder(max_code)
+    values = Codec(num_codes, encode, finish, sums_of_rows, rows, decode, rounding=rounding)
+    votes = values._replace(decode=None)
     if p == 1 and rounding is None:  # needs no scale
-        votes = votes._replace(encode=_signs, finish=_voted_signs)
+        votes = Codec(num_codes, _signs, _voted_signs)
     return Quantizer(_name("midrise", p, rounding), votes, values)
 
 
@@ -323,17 +335,20 @@ def integer(p: int = 8, *, rounding: int | None = None) -> Quantizer:
             )
         return 2 * s
 
-    def encode(x: jax.Array, context: Context) -> Coded:
+    def rows(measured: Sequence[jax.Array], context: Context) -> Rows:
         assert context.leaf_mean is not None
+        return _rows_of(context.leaf_mean)
+
+    def encode(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
         s = max_code(context.format.num_workers) // 2
-        t = _divided(x, context.leaf_mean) * (s / 2)
+        t = _scaled(x, rows) * (s / 2)
         if context.noise is not None:
             t = jnp.floor(t + context.noise)
         q = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
-        return _midtread(q, x, (2 * s).bit_length(), context)
+        return _with_flaws(q, x, (2 * s).bit_length())
 
     codec = Codec(
-        max_code, encode, _with_flaws, midtread=True, rounding=rounding, uses_leaf_mean=True
+        max_code, encode, _finite, rows=rows, midtread=True, rounding=rounding, uses_leaf_mean=True
     )
     return Quantizer(_name("integer", p, rounding), codec)
 
@@ -354,19 +369,19 @@ def ternary(*, rounding: int | None = None) -> Quantizer:
       2
     """
 
-    def encode(x: jax.Array, context: Context) -> Coded:
+    def encode(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
         if context.noise is None:
             q = jnp.where(x > 0, 2, jnp.where(x < 0, 0, 1)).astype(jnp.uint32)
         else:
             level = jnp.clip(jnp.floor(x + context.noise), -1, 1)
             q = (level + 1).astype(jnp.uint32)
-        return _midtread(q, x, 2, context)
+        return _with_flaws(q, x, 2)
 
     def max_code(num_workers: int) -> int:
         return 2
 
     name = "ternary" if rounding is None else "ternary(stochastic)"
-    return Quantizer(name, Codec(max_code, encode, _with_flaws, midtread=True, rounding=rounding))
+    return Quantizer(name, Codec(max_code, encode, _finite, midtread=True, rounding=rounding))
 
 
 def levels(p: int, *, rounding: int | None = None) -> Quantizer:
@@ -396,26 +411,29 @@ def levels(p: int, *, rounding: int | None = None) -> Quantizer:
     check_bits("levels", p, 2)
     s = 2 ** (p - 1) - 1
 
-    def encode(x: jax.Array, context: Context) -> Coded:
-        scale = _up_to_bfloat16(jnp.max(jnp.abs(x), axis=1) / s)
-        scale = jnp.where(scale < LEAST, 0, scale)
-        t = _divided(x, scale)
+    def measure(x: jax.Array) -> Sequence[jax.Array]:
+        return [jnp.max(jnp.abs(x), axis=1)]
+
+    def rows(measured: Sequence[jax.Array], context: Context) -> Rows:
+        scale = _up_to_bfloat16(measured[0] / s)
+        return _rows_of(jnp.where(scale < LEAST, 0, scale))
+
+    def encode(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
+        assert rows.scale is not None
+        t = _scaled(x, rows)
         if context.noise is not None:
             t = jnp.floor(t + context.noise)
         # Of the largest scales not every multiple is a float32.
-        largest = jnp.minimum(s, jnp.floor(LARGEST_BFLOAT16 / jnp.where(scale > 0, scale, 1)))
-        largest = largest[:, None]
+        positive = jnp.where(rows.scale > 0, rows.scale, 1)
+        largest = jnp.minimum(s, jnp.floor(LARGEST_BFLOAT16 / positive))[:, None]
         q = (jnp.clip(jnp.round(t), -largest, largest) + s).astype(jnp.uint32)
-        return _midtread(q, x, p, context)._replace(scales=scale.astype(jnp.bfloat16))
-
-    def vote(x: jax.Array, context: Context) -> Coded:
-        return encode(x, context)._replace(scales=None)
+        return _with_flaws(q, x, p)
 
     def max_code(num_workers: int) -> int:
         return 2 * s
 
-    votes = Codec(max_code, vote, _with_flaws, midtread=True, rounding=rounding)
-    values = votes._replace(encode=encode, decode=_decoder(2 * s))
+    votes = Codec(max_code, encode, _finite, measure, rows, midtread=True, rounding=rounding)
+    values = votes._replace(decode=_decoder(2 * s))
     return Quantizer(_name("levels", p, rounding), votes, values)
 
 
@@ -437,13 +455,18 @@ def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
     if dtype.name not in ("float32", "bfloat16"):
         raise ValueError(f"dense({dtype.name}): values travel as float32 or bfloat16")
 
-    def encode(x: jax.Array, context: Context) -> Coded:
-        words = bits.saturated(x, dtype).view(jnp.uint32).reshape(-1)
-        return Coded([words], finite=jnp.all(jnp.isfinite(x), axis=1))
+    def measure(x: jax.Array) -> Sequence[jax.Array]:
+        return [jnp.all(jnp.isfinite(x), axis=1)]
 
-    def finish(coded: Coded, context: Context) -> Coded:
-        assert coded.finite is not None
-        return coded._replace(finite=jnp.all(coded.finite))
+    def rows(measured: Sequence[jax.Array], context: Context) -> Rows:
+        return Rows(finite=measured[0])
+
+    def encode(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
+        return bits.saturated(x, dtype).view(jnp.uint32).reshape(-1)
+
+    def finish(words: jax.Array, rows: Rows, context: Context) -> Coded:
+        assert rows.finite is not None
+        return Coded([words], None, None, jnp.all(rows.finite))
 
     def decode(values: jax.Array, scales: jax.Array | None) -> jax.Array:
         values = values.astype(jnp.float32)
@@ -453,7 +476,8 @@ def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
         return 0
 
     return Quantizer(
-        f"dense({dtype.name})", value=Codec(max_code, encode, finish, decode, dense=dtype)
+        f"dense({dtype.name})",
+        value=Codec(max_code, encode, finish, measure, rows, decode, dense=dtype),
     )
 
 
@@ -534,13 +558,7 @@ def rotated(quantizer: Quantizer) -> Quantizer:
             "goes around it; give midrise(p), as in error_feedback(rotated(midrise(1)))"
         )
 
-    def encode(x: jax.Array, context: Context) -> Coded:
-        # After the rotation the padding is not zero any more, so all 128 elements count.
-        context = context._replace(row_sizes=None)
-        return codec.encode(rotated_rows(x, context.num_steps), context)
-
-    value = codec._replace(encode=encode, rotates=True)
-    return Quantizer(f"rotated({quantizer.name})", value=value)
+    return Quantizer(f"rotated({quantizer.name})", value=codec._replace(rotates=True))
 
 
 def rotated_sign(dtype: DTypeLike = jnp.bfloat16) -> Quantizer:
@@ -577,8 +595,8 @@ def check_bits(name: str, p: int, least: int) -> None:
     check_number(f"{name}({p!r})", p, lambda p: least <= p <= 8, allowed, int)
 
 
-def midrise_codes(x: jax.Array, positive: jax.Array, scale: jax.Array, p: int) -> jax.Array:
-    """``uint32[rows, 128]`` of ``p`` bits, by the scale of each row; ``positive``: signs, also of zeros.
+def midrise_codes(x: jax.Array, positive: jax.Array, inverse: Any, p: int) -> jax.Array:
+    """``uint32[rows, 128]`` of ``p`` bits, by the inverse scale of each row; ``positive``: signs.
 
     Magnitude and sign are coded separately, so that -x gets the mirrored code of x.
     """
@@ -586,7 +604,7 @@ def midrise_codes(x: jax.Array, positive: jax.Array, scale: jax.Array, p: int) -
         return positive.astype(jnp.uint32)
     half = 2 ** (p - 1)
     # By int32: few CPUs convert to uint32 in one instruction.
-    magnitude = jnp.minimum(jnp.abs(_divided(x, scale)), half - 1).astype(jnp.int32)
+    magnitude = jnp.minimum(jnp.abs(x * inverse[:, None]), half - 1).astype(jnp.int32)
     return jnp.where(positive, half + magnitude, half - 1 - magnitude).astype(jnp.uint32)
 
 
@@ -603,12 +621,19 @@ def odd_numbers(q: jax.Array, max_code: int) -> jax.Array:
     return 2 * q.astype(jnp.int32) - max_code
 
 
-def row_mean(x: jax.Array, row_sizes: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The mean magnitude of each row (the largest, if the sum overflows), and whether all is finite."""
+def sums_of_rows(x: jax.Array) -> Sequence[jax.Array]:
+    """Of each row the sum of magnitudes, and the bits of the largest, of which a NaN has larger ones."""
     magnitude = jnp.abs(x)
     # By bits, because the largest of numbers and a NaN may be a number.
     words = magnitude.view(jnp.uint32)
-    total, largest = xla.reduced([operator.add, jnp.maximum], [magnitude, words], 1)
+    return xla.reduced([operator.add, jnp.maximum], [magnitude, words], 1)
+
+
+def mean_of_sums(
+    sums: Sequence[jax.Array], row_sizes: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The mean magnitude of each row (the largest, if the sum overflows), and whether all is finite."""
+    total, largest = sums
     maximum = largest.view(jnp.float32)
     size = ROW if row_sizes is None else jnp.maximum(row_sizes, 1).astype(jnp.float32)
     mean = jnp.where(jnp.isfinite(total), total / size, maximum)
@@ -670,19 +695,14 @@ def _decoder(max_code: int) -> Callable[..., jax.Array]:
     return decode
 
 
-def _packed(fields: jax.Array, p: int, context: Context) -> list[jax.Array]:
-    """Packs fields ``[rows, 128]`` to planes ``uint32[4 rows]``, chunk by chunk."""
-    return [plane.reshape(-1) for plane in bits.pack(context.in_chunks(fields), p)]
-
-
-def _signs(x: jax.Array, context: Context) -> Coded:
+def _signs(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
     # Of two bits, positive and not zero, a number has no (1, 0): it stands for what is not finite.
     fields = (x > 0).astype(jnp.uint32) | ((x != 0).astype(jnp.uint32) << 1)
-    return Coded(_packed(jnp.where(jnp.isfinite(x), fields, 1), 2, context))
+    return jnp.where(jnp.isfinite(x), fields, 1)
 
 
-def _voted_signs(coded: Coded, context: Context) -> Coded:
-    positive, marks = coded.planes
+def _voted_signs(halves: Halves, rows: Rows, context: Context) -> Coded:
+    positive, marks = _planes(halves, 2)
     assert context.zero_signs is not None
     finite = jnp.all(positive & ~marks == 0)
     planes = bits.with_zero_signs([positive], marks, context.zero_signs)
@@ -691,23 +711,37 @@ def _voted_signs(coded: Coded, context: Context) -> Coded:
     return Coded(planes, None, voted.reshape(-1), finite)
 
 
-def _midtread(codes: jax.Array, x: jax.Array, p: int, context: Context) -> Coded:
-    fields = codes | ((~jnp.isfinite(x)).astype(jnp.uint32) << p)
-    return Coded(_packed(fields, p + 1, context))
+def _with_flaws(codes: jax.Array, x: jax.Array, p: int) -> jax.Array:
+    return codes | ((~jnp.isfinite(x)).astype(jnp.uint32) << p)
 
 
-def _with_flaws(coded: Coded, context: Context) -> Coded:
-    *planes, not_finite = coded.planes
-    return Coded(planes, coded.scales, finite=jnp.all(not_finite == 0))
+def _finite(halves: Halves, rows: Rows, context: Context) -> Coded:
+    *codes, flaws = _planes(halves, context.format.planes + 1)
+    return Coded(codes, rows.scale, None, jnp.all(flaws == 0), halves)
 
 
-def _divided(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """``x / scale`` for each row, and 0 where the scale is 0."""
-    # XLA stores the result of a division and reuses it for the row; a cheaper operation it would repeat
-    # for each element. The inverse of 2**126 is the last normal number.
-    scale = scale[:, None]
+def _planes(halves: Halves, p: int) -> list[jax.Array]:
+    """Planes ``uint32[words]``, of all chunks."""
+    return [plane.reshape(-1) for plane in bits.planes_of(halves, p)]
+
+
+def _rows_of(scale: jax.Array, voted: Any = None, finite: Any = None) -> Rows:
+    """Rows by their scales, which are stored: what is computed of them is not, for each element anew."""
+    scale, inverse = [xla.materialized(x) for x in (scale, inverted(scale))]
+    return Rows(scale, inverse, voted, finite)
+
+
+def inverted(scale: jax.Array) -> jax.Array:
+    """``1 / scale`` of each row, and 0 where the scale is 0."""
+    # The inverse of 2**126 is the last normal number.
     is_positive = (scale > 0).astype(jnp.float32)
-    return x * (is_positive / jnp.where(scale > 0, jnp.minimum(scale, 2.0**126), 1))
+    return is_positive / jnp.where(scale > 0, jnp.minimum(scale, 2.0**126), 1)
+
+
+def _scaled(x: jax.Array, rows: Rows) -> jax.Array:
+    """``x / scale`` for each row, and 0 where the scale is 0."""
+    assert rows.inverse is not None
+    return x * rows.inverse[:, None]
 
 
 def _up_to_bfloat16(x: jax.Array) -> jax.Array:

@@ -54,7 +54,7 @@ worker alone sends nothing to other workers: `single_worker_step` is its own.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,7 +69,7 @@ from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW, at_least_float3
 from lioncub_jax.exchange.layout import Piece
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.plan import BucketPlan, Exchange, Plan
-from lioncub_jax.exchange.quantize import Codec, Context, rotated_back
+from lioncub_jax.exchange.quantize import Codec, Context, Rows, rotated_back, rotated_rows
 from lioncub_jax.exchange.votes import Decision
 from lioncub_jax.exchange.wires import (
     Coded,
@@ -152,42 +152,41 @@ def step(
     rule, codec = exchange.momentum_rule, exchange.message_codec
 
     # All buckets are encoded before one is sent: a NaN in the last may keep this worker out of the first.
-    inputs, coded, joined = [], [], []  # of each bucket; the first two for each piece
+    inputs, coded = [], []  # of each bucket
     starts = [first_blocks(plan, bucket) for bucket in plan.buckets]
     for bucket, own_starts in zip(plan.buckets, starts, strict=True):
         own = [piece_input(plan, rule, piece, grads, mu, error) for piece in bucket.pieces]
-        each, whole = encode(codec, plan, bucket, own_starts, [x.rows for x in own])
         inputs.append(own)
-        coded.append(each)
-        joined.append(whole)
+        coded.append(encode(codec, plan, bucket, own_starts, [x.rows for x in own]))
     waits = any(x is not None for x in mu)
-    participates = participation(plan, joined, coded if waits else (), abstain)
+    participates = participation(plan, coded, waits, abstain)
 
     updates: dict[int, jax.Array] = {}
     # A leaf without elements is in no bucket, and stays.
     new_mu, new_error, new_owner_states, all_replies = list(mu), list(error), [], []
-    of_leaf = jax.jit(partial(error_of_leaf, codec), static_argnums=(0, 1))
     for k, bucket in enumerate(plan.buckets):
         here = participates[k]
-        message = addressed(joined[k], bucket.message, here)
+        message = addressed(coded[k], bucket.message, here)
         replies, owner_state = exchange_bucket(exchange, plan, bucket, message, owner_states[k])
         new_owner_states.append(owner_state)
         all_replies.append(replies)
 
+        with jax.named_scope("lioncub.remember"):
+            # A coded sync keeps no error apart from mu, which becomes u + e.
+            if codec.error_dtype is not None:
+                store_errors(codec, plan, bucket, starts[k], inputs[k], coded[k], here, new_error)
         decoded = decode(exchange.decision, bucket, starts[k], replies)
-        num_chunks = bucket.layout.packed_chunks
-        for x, codes, u in zip(inputs[k], coded[k], decoded, strict=True):
+        for x, start, u in zip(inputs[k], starts[k], decoded, strict=True):
             updates |= split_update(plan, x.piece, u)
+            if x.momentum is None:
+                continue
             with jax.named_scope("lioncub.remember"):
-                # A coded sync keeps no error apart from mu, which becomes u + e.
-                if x.error is not None:
-                    store_error(x, of_leaf, codec, plan, num_chunks, codes, here, new_error)
-                if x.momentum is not None:
-                    if rule.synchronizes:
-                        new = synced_momentum(x, u, codec, plan, num_chunks, codes)
-                    else:
-                        new = rule.update(x.gradient, x.momentum)
-                    store(plan, x.piece, x.momentum, new, here, new_mu)
+                if rule.synchronizes:
+                    own_codes = codes_of_piece(coded[k], bucket, start, x.piece.rows)
+                    new = synced_momentum(x, u, codec, plan.num_steps, own_codes)
+                else:
+                    new = rule.update(x.gradient, x.momentum)
+                store(plan, x.piece, x.momentum, new, here, new_mu)
     return StepResult(updates, new_mu, new_error, new_owner_states, all_replies, participates)
 
 
@@ -296,55 +295,64 @@ def piece_input(
 @jax.named_scope("lioncub.pack")
 def encode(
     codec: Codec, plan: Plan, bucket: BucketPlan, starts: Sequence[jax.Array],
-    rows: Sequence[jax.Array],
-) -> tuple[list[Coded], Coded]:  # fmt: skip
-    """``q = Q(c + e)`` of each piece of a bucket, and of the whole bucket."""
+    inputs: Sequence[jax.Array],
+) -> Coded:  # fmt: skip
+    """``q = Q(c + e)`` of a bucket, of ``c + e`` of its pieces."""
     pieces, seed = bucket.pieces, codec.rounding
-    whole = bucket_context(codec, plan, bucket, rows[0])
-    means: Sequence[jax.Array | None] = [None] * len(pieces)
+    whole = bucket_context(codec, plan, bucket, inputs[0])
+    if codec.rotates:
+        # After the rotation the padding is not zero any more, so all 128 elements count.
+        inputs = [rotated_rows(x, plan.num_steps) for x in inputs]
+        whole = whole._replace(row_sizes=None)
     if codec.uses_leaf_mean:
-        means = leaf_means(plan, bucket, rows)
+        whole = whole._replace(leaf_mean=leaf_means(plan, bucket, inputs))
+    # Functions of pieces are traced once for all large leaves of one shape.
+    measure = jax.jit(codec.measure)
+    rows = codec.rows(joined([measure(x) for x in inputs]), whole)
 
-    @jax.jit  # traced once for all large leaves of one shape
-    def of_piece(x: jax.Array, **facts: Any) -> Coded:
-        return codec.encode(x, whole._replace(**facts))
+    @jax.jit
+    def half_packed(x: jax.Array, start: jax.Array, rows: Rows, drawn: jax.Array | None) -> Any:
+        own = cut(rows, start * BLOCK, len(x))
+        fields = codec.encode(x, own, whole._replace(noise=drawn))
+        if codec.dense is not None:
+            return fields
+        return bits.half_packed(whole.in_chunks(fields), bucket.message.planes + 1)
 
-    coded = []
-    for k, piece in enumerate(pieces):
-        sizes, first, size = bucket.row_sizes, piece.first_row, piece.rows
-        each = of_piece(
-            rows[k],
-            num_steps=plan.num_steps,
-            row_sizes=None if sizes is None else sizes[first:][:size],
-            zero_signs=whole.zero_signs,
-            start=starts[k] if len(pieces) > 1 else None,
-            noise=None if seed is None else noise(seed, plan, bucket, piece),
-            leaf_mean=means[k],
-        )
-        coded.append(each)
-    joined = codec.finish(jax.tree.map(lambda *each: jnp.concatenate(each), *coded), whole)
-    num_planes = bucket.message.planes  # of codes; behind them are facts about elements
-    return [x._replace(planes=x.planes[:num_planes]) for x in coded], joined
+    halves = []
+    for x, start, piece in zip(inputs, starts, pieces, strict=True):
+        drawn = None if seed is None else noise(seed, plan, bucket, piece)
+        halves.append(half_packed(x, start, rows, drawn))
+    return codec.finish(joined(halves, 0 if codec.dense else -3), rows, whole)
 
 
-def bucket_context(codec: Codec, plan: Plan, bucket: BucketPlan, rows: jax.Array) -> Context:
-    """Facts that the codec needs about a bucket, whose values begin with ``rows``."""
-    layout = bucket.layout
+def joined(pieces: Sequence[Any], axis: int = 0) -> Any:
+    """Trees of arrays of each piece as one of a bucket."""
+    return jax.tree.map(lambda *each: jnp.concatenate(each, axis), *pieces)
+
+
+def cut(tree: Any, first: jax.Array, size: int, axis: int = 0) -> Any:
+    """What belongs to a piece, of a tree of arrays of its bucket: ``size`` places from ``first`` on."""
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, axis), tree)
+
+
+def bucket_context(codec: Codec, plan: Plan, bucket: BucketPlan, values: jax.Array) -> Context:
+    """Facts that the codec needs about the pieces of a bucket, whose values begin with ``values``."""
+    layout, sizes = bucket.layout, bucket.row_sizes
     draw = bits.draw_signs(plan.num_steps, plan.worker, plan.num_workers)
     if plan.abstains_per_bucket:
         # Each bucket has its own copy, so that the first does not wait for the last gradient.
-        draw = [xla.delayed_by(x, rows[0, 0]) for x in draw]
+        draw = [xla.delayed_by(x, values[0, 0]) for x in draw]
     first_word = (layout.first_row + bucket.shard * layout.total_rows) * WORDS_PER_ROW
-    words = sum(piece.rows for piece in bucket.pieces) * WORDS_PER_ROW
+    rows = sum(piece.rows for piece in bucket.pieces)
     return Context(
         codec=codec,
         format=bucket.message,
         num_chunks=layout.packed_chunks,
         num_steps=plan.num_steps,
-        row_sizes=bucket.row_sizes,
+        row_sizes=None if sizes is None else sizes[:rows],
         first_word=jnp.asarray(first_word, jnp.uint32),
         worker=plan.worker,
-        zero_signs=xla.materialized(bits.random_signs(first_word, words, *draw)),
+        zero_signs=bits.random_signs(first_word, rows * WORDS_PER_ROW, *draw),
     )
 
 
@@ -362,23 +370,23 @@ def noise(seed: int, plan: Plan, bucket: BucketPlan, piece: Piece) -> jax.Array:
     return layout.pad_rows(jnp.concatenate(drawn), piece.rows)
 
 
-def leaf_means(plan: Plan, bucket: BucketPlan, rows: Sequence[jax.Array]) -> list[jax.Array]:
-    """Mean magnitude of the leaf of each row, all shards together: ``float32[rows]`` for each piece."""
+def leaf_means(plan: Plan, bucket: BucketPlan, rows: Sequence[jax.Array]) -> jax.Array:
+    """Mean magnitude of the leaf of each row of all pieces, all shards together: ``float32[rows]``."""
     sums = []
     for x, piece in zip(rows, bucket.pieces, strict=True):
         sums.append(sums_of_leaves(x, piece))
     # All leaves in one sum, and none at all where nothing is cut.
     totals = axes.sum_over_shards(jnp.concatenate(sums), plan.axis)
-    by_piece, first = [], 0
+    by_row, first = [], 0
     for piece in bucket.pieces:
         own = totals[first : first + len(piece.segments)]
         first += len(piece.segments)
         sizes = [float(s.size) * bucket.num_shards for s in piece.segments]
         low, high = own[:, 0] / np.array(sizes, np.float32), own[:, 1] / np.array(sizes, np.float32)
         means = jnp.where(jnp.isfinite(low), low, high * 2.0**64)
-        by_row = [jnp.full(s.rows, means[i]) for i, s in enumerate(piece.segments)]
-        by_piece.append(jnp.pad(jnp.concatenate(by_row), (0, piece.idle)))
-    return by_piece
+        by_row += [jnp.full(s.rows, means[i]) for i, s in enumerate(piece.segments)]
+        by_row.append(jnp.zeros(piece.idle))
+    return jnp.concatenate(by_row)
 
 
 def sums_of_leaves(x: jax.Array, piece: Piece) -> jax.Array:
@@ -393,25 +401,23 @@ def sums_of_leaves(x: jax.Array, piece: Piece) -> jax.Array:
 
 
 def participation(
-    plan: Plan, joined: Sequence[Coded], behind: Sequence[Sequence[Coded]],
-    abstain: jax.Array | None,
-) -> list[jax.Array]:  # fmt: skip
+    plan: Plan, coded: Sequence[Coded], waits: bool, abstain: jax.Array | None
+) -> list[jax.Array]:
     """``bool[]`` for each bucket: all values are finite on all devices of the worker, and not ``abstain``.
 
     One flag for all buckets; or one for each, since a common flag would make the first bucket wait for the
-    last gradient. A flag waits for the codes ``behind`` which it is, those of each bucket's pieces, so that
-    momentum can be overwritten in place. What is not known of rows is known of planes.
+    last gradient. If it ``waits`` for the codes, momentum can be overwritten in place.
     """
 
-    def participates(joined: Sequence[Coded], behind: Sequence[Sequence[Coded]]) -> jax.Array:
+    def participates(coded: Sequence[Coded]) -> jax.Array:
         abstains = jnp.zeros((), bool) if abstain is None else abstain
-        words = [x.planes[0][0] for each in behind for x in each if x.finite is not None]
-        flags: list[Any] = [*[x.finite for x in joined], ~abstains]
+        words = [x.planes[0][0] for x in coded] if waits else []
+        flags = [*[x.finite for x in coded], ~abstains]
         return ~axes.any_over_shards(~xla.all_delayed_by(flags, words), plan.axis)
 
     if plan.abstains_per_bucket:
-        return [participates([x], behind[k : k + 1]) for k, x in enumerate(joined)]
-    return [participates(joined, behind)] * len(joined)
+        return [participates([x]) for x in coded]
+    return [participates(coded)] * len(coded)
 
 
 # --- Decide
@@ -452,34 +458,32 @@ def decode(
     decision: Decision, bucket: BucketPlan, starts: Sequence[jax.Array], replies: Reply
 ) -> list[jax.Array]:
     """``u`` of each piece, ``[devices, rows, 128]``; ``starts`` as `first_blocks`."""
-    codec, fmt, num_rows = decision.reply_codec, bucket.reply, bucket.layout.rows
-    # Planes are [devices chunks, words]; a device's chunks follow each other as the rows of its bucket do.
-    devices = len(replies.planes[0]) // fmt.num_workers
+    codec, fmt, planes, data = decision.reply_codec, bucket.reply, replies.planes, replies.row_data
     if not bucket.layout.large:  # one piece
-        u = codec.decode(replies.planes, replies.row_data, fmt.num_rows, fmt)
-        return [u.reshape(devices, -1, ROW)]
-    by_block = [x.reshape(devices, num_rows // BLOCK, -1) for x in replies.planes]
-    data = replies.row_data
-    data = None if data is None else data.reshape(devices, num_rows // BLOCK, -1)
+        u = codec.value(*codec.decode(planes, data, fmt.num_rows, fmt), fmt)
+        return [u.reshape(-1, bucket.layout.rows, ROW)]
+    # Planes are [devices chunks, words]; a device's chunks follow each other as the rows of its bucket do.
+    devices, rows = len(planes[0]) // fmt.num_workers, bucket.layout.rows
+    planes, data = jax.tree.map(lambda x: x.reshape(devices, -1), (planes, data))
+    at_once = xla.for_cpu()  # in one branch; elsewhere no code is stored
+    if at_once:
+        arrays: Any = codec.decode(planes, data, rows, fmt)
+    else:
+        arrays = jax.tree.map(lambda x: x.reshape(devices, rows // BLOCK, -1), (planes, data))
 
-    @partial(jax.jit, static_argnums=3)  # traced once for all large leaves of one shape
-    def of_piece(
-        by_block: Sequence[jax.Array], data: jax.Array | None, start: jax.Array, rows: int
-    ) -> jax.Array:
-        size = rows // BLOCK
-        planes = [slice_blocks(x, start, size) for x in by_block]
-        row_data = None if data is None else slice_blocks(data, start, size)
-        return codec.decode(planes, row_data, rows, fmt)
+    @partial(jax.jit, static_argnums=2)  # traced once for all large leaves of one shape
+    def of_piece(arrays: Any, start: jax.Array, rows: int) -> jax.Array:
+        if at_once:
+            numbers, scales = cut(arrays, start * BLOCK, rows, 1)
+            return codec.value(numbers, scales, fmt)
+        own = cut(arrays, start, rows // BLOCK, 1)
+        planes, data = jax.tree.map(lambda x: x.reshape(devices, -1), own)
+        return codec.value(*codec.decode(planes, data, rows, fmt), fmt)
 
     updates = []
     for start, piece in zip(starts, bucket.pieces, strict=True):
-        updates.append(of_piece(by_block, data, start, piece.rows))
+        updates.append(of_piece(arrays, start, piece.rows))
     return updates
-
-
-def slice_blocks(words: jax.Array, start: jax.Array, size: int) -> jax.Array:
-    """``[devices, words]`` of ``size`` blocks from ``start`` on, of ``[devices, blocks, words]``."""
-    return lax.dynamic_slice_in_dim(words, start, size, 1).reshape(len(words), -1)
 
 
 def split_update(plan: Plan, piece: Piece, u: jax.Array) -> dict[int, jax.Array]:
@@ -502,66 +506,82 @@ def split_update(plan: Plan, piece: Piece, u: jax.Array) -> dict[int, jax.Array]
 
 
 def synced_momentum(
-    x: PieceInput, u: jax.Array, codec: Codec, plan: Plan, num_chunks: int, coded: Coded
+    x: PieceInput, u: jax.Array, codec: Codec, num_steps: jax.Array, coded: Coded
 ) -> jax.Array:
     """``mu = u + e`` of a piece, after a sync in codes."""
     exact = at_least_float32(layout.piece_to_rows(plus_error(x.direction, x.error), x.piece))
-    error = next_error(codec, num_chunks, plan.num_steps, coded, exact)
+    error = next_error(codec, num_steps, coded, exact)
     return layout.rows_to_piece(error + u.reshape(exact.shape), x.piece)
 
 
-def next_error(
-    codec: Codec, num_chunks: int, num_steps: jax.Array, coded: Coded, exact: jax.Array
-) -> jax.Array:
+def codes_of_piece(coded: Coded, bucket: BucketPlan, start: jax.Array, rows: int) -> Coded:
+    """Those of the rows of a piece, from block ``start`` of its bucket on."""
+    if not bucket.layout.large:  # one piece
+        return coded
+    scales = None if coded.scales is None else cut(coded.scales, start * BLOCK, rows)
+    return coded._replace(scales=scales, halves=cut(coded.halves, start, rows // BLOCK, -3))
+
+
+def next_error(codec: Codec, num_steps: jax.Array, coded: Coded, exact: jax.Array) -> jax.Array:
     """``e = keep (c + e - dequantize(q))``, of the rows ``c + e`` of a piece. Padding may hold anything."""
     assert codec.decode is not None and coded.scales is not None
-    scales = coded.scales.reshape(num_chunks, -1)
-    planes = [plane.reshape(num_chunks, -1) for plane in coded.planes]
-    rows = codec.decode(bits.unpack(planes, scales.shape[1]), scales)
+    codes = bits.half_unpacked(coded.halves, len(coded.planes))
+    rows = codec.decode(codes, coded.scales.reshape(codes.shape[:-1]))
     if codec.rotates:
         rows = rotated_back(rows, num_steps)
     error = exact - rows.reshape(exact.shape).astype(exact.dtype)
     return error if codec.keep == 1 else codec.keep * error
 
 
-def store_error(
-    x: PieceInput, of_leaf: Callable[..., jax.Array], codec: Codec, plan: Plan, num_chunks: int,
-    coded: Coded, participates: jax.Array, leaves: list[Any],
+def store_errors(
+    codec: Codec, plan: Plan, bucket: BucketPlan, starts: Sequence[jax.Array],
+    inputs: Sequence[PieceInput], coded: Coded, participates: jax.Array, leaves: list[Any],
 ) -> None:  # fmt: skip
-    """Puts the new error of a piece into ``leaves``, as `store`; ``of_leaf``: `error_of_leaf`, jitted."""
-    assert x.error is not None and coded.scales is not None
-    if x.piece.joined:
-        exact = plus_error(x.direction, x.error)
-        error = next_error(codec, num_chunks, plan.num_steps, coded, exact)
-        store(plan, x.piece, x.error, error, participates, leaves)
-        return
-    [s] = x.piece.segments
-    sizes = plan.row_sizes[s.leaf]
-    if sizes is not None:  # rows that fill the chunks of all workers have none
-        sizes = layout.pad_rows(sizes, x.piece.rows)
-    coded = Coded(coded.planes, coded.scales.astype(jnp.float32))
-    leaves[s.leaf] = of_leaf(
-        x.piece.kind, num_chunks, plan.num_steps, x.error, x.direction, coded, sizes, participates
-    )
+    """Puts the new errors of a bucket into ``leaves``, as `store`: of large ones all in one branch."""
+    large, errors, directions = [], [], []
+    for x, start in zip(inputs, starts, strict=True):
+        assert x.error is not None
+        if x.piece.joined:
+            own = codes_of_piece(coded, bucket, start, x.piece.rows)
+            error = next_error(codec, plan.num_steps, own, plus_error(x.direction, x.error))
+            store(plan, x.piece, x.error, error, participates, leaves)
+            continue
+        large.append((x.piece, start))
+        errors.append(xla.by_words(partial(layout.piece_to_rows, piece=x.piece), x.error))
+        directions.append(x.direction)
 
-
-def error_of_leaf(
-    codec: Codec, piece: Piece, num_chunks: int, num_steps: jax.Array, error: jax.Array,
-    direction: jax.Array, coded: Coded, sizes: jax.Array | None, participates: jax.Array,
-) -> jax.Array:  # fmt: skip
-    """The new error of a leaf, in its shape."""
-
-    def new(error: jax.Array, direction: jax.Array, coded: Coded) -> jax.Array:
+    @partial(jax.jit, static_argnums=0)  # traced once for all leaves of one shape
+    def of_leaf(
+        piece: Piece,
+        start: jax.Array,
+        error: jax.Array,
+        direction: jax.Array,
+        coded: Coded,
+        sizes: Any,
+    ) -> jax.Array:
+        own = codes_of_piece(coded, bucket, start, piece.rows)
         exact = plus_error(layout.piece_to_rows(direction, piece), error)
-        made = next_error(codec, num_chunks, num_steps, coded, exact)
+        made = next_error(codec, plan.num_steps, own, exact)
         return saturated(layout.zero_padding(made, sizes), error.dtype)
 
-    def old(error: jax.Array, direction: jax.Array, coded: Coded) -> jax.Array:
-        return error
+    def new(errors: list[jax.Array], directions: list[jax.Array], coded: Coded) -> list[jax.Array]:
+        made = []
+        for (piece, start), error, direction in zip(large, errors, directions, strict=True):
+            sizes = plan.row_sizes[piece.segments[0].leaf]
+            if sizes is not None:  # rows that fill the chunks of all workers have none
+                sizes = layout.pad_rows(sizes, piece.rows)
+            made.append(of_leaf(piece.kind, start, error, direction, coded, sizes))
+        return made
 
-    error = xla.by_words(partial(layout.piece_to_rows, piece=piece), error)
-    error = xla.chosen(participates, new, old, error, direction, coded)
-    return xla.by_words(partial(layout.rows_to_piece, piece=piece), error)
+    def old(errors: list[jax.Array], directions: list[jax.Array], coded: Coded) -> list[jax.Array]:
+        return errors
+
+    if large:
+        errors = xla.chosen(participates, new, old, errors, directions, coded)
+    for (piece, _), error in zip(large, errors, strict=True):
+        leaves[piece.segments[0].leaf] = xla.by_words(
+            partial(layout.rows_to_piece, piece=piece), error
+        )
 
 
 def store(

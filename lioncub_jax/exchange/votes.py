@@ -32,6 +32,12 @@ from lioncub_jax.exchange.wires import (
 Planes: TypeAlias = Sequence[jax.Array]
 
 
+def scaled(numbers: jax.Array, scales: jax.Array | None, fmt: Format) -> jax.Array:
+    """Numbers in float32, times the scale of their row if it has one."""
+    u = numbers.astype(jnp.float32)
+    return u if scales is None else u * scales[..., None]
+
+
 class ReplyCodec(NamedTuple):
     """The codec of a reply; built by the functions of `decide`.
 
@@ -39,19 +45,22 @@ class ReplyCodec(NamedTuple):
       name: for errors and reports.
       encode: of votes ``(Tally, Context) -> (planes, row_data)``; of an owner's result ``(u, Context,
         error) -> (planes, row_data, ties, error)``, ``float32[rows, 128]``, NaN where nothing is known.
-      decode: ``(planes, row_data, num_rows, Format) -> [chunks, rows, 128]``, int32 or float32; whatever an
-        owner sends, finite.
+      decode: ``(planes, row_data, num_rows, Format) -> (numbers [chunks, rows, 128], scales [chunks, rows]
+        or None)``, as small as they can be stored, of a whole bucket.
       format: the `Format` of messages to that of replies; a reply of another size is an error.
       local_update: the update of a single worker, which needs no codes, of its direction or the owner's
         result.
+      value: ``(numbers, scales, Format) -> [chunks, rows, 128]``, int32 or float32, of what `decode` gives,
+        or of a part of its rows; whatever an owner sends, finite.
       init: ``float[rows, 128] -> error`` before the first step; ``()`` for none.
     """
 
     name: str
     encode: Callable[..., Any]
-    decode: Callable[[Planes, jax.Array | None, int, Format], jax.Array]
+    decode: Callable[[Planes, jax.Array | None, int, Format], tuple[jax.Array, jax.Array | None]]
     format: Callable[[Format], Format]
     local_update: Callable[[jax.Array], jax.Array]
+    value: Callable[[jax.Array, Any, Format], jax.Array] = scaled
     init: Callable[[jax.Array], Any] = lambda rows: ()
 
     def __repr__(self) -> str:
@@ -293,14 +302,18 @@ def ternary() -> Decision:
     def encode(counted: Tally, context: Context) -> tuple[Planes, jax.Array | None]:
         return [counted.positive, counted.tied], None
 
-    def decode(planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format) -> jax.Array:
-        codes = bits.unpack_stored(planes, num_rows)
+    def decode(
+        planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
+    ) -> tuple[jax.Array, None]:
+        return bits.unpack_stored(planes, num_rows), None
+
+    def value(codes: jax.Array, scales: None, fmt: Format) -> jax.Array:
         return jnp.where(codes >= 2, 0, 2 * (codes & 1).astype(jnp.int32) - 1)
 
     def reply_format(fmt: Format) -> Format:
         return fmt.reply(2, 0)
 
-    return Vote(ReplyCodec("ternary", encode, decode, reply_format, jnp.sign))
+    return Vote(ReplyCodec("ternary", encode, decode, reply_format, jnp.sign, value))
 
 
 def average() -> Decision:
@@ -329,14 +342,20 @@ def average() -> Decision:
         row_data = jnp.stack(voters, -1)
         return counted.planes, row_data.reshape(len(row_data), -1)
 
-    def decode(planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format) -> jax.Array:
-        """``(2 sum - n max_code) / (n max_code)``; codes for zero in the sum are left out of it."""
+    def decode(
+        planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
+    ) -> tuple[jax.Array, jax.Array]:
+        """The sum of each element, and ``n`` of each row."""
         assert row_data is not None
-        sums = bits.unpack_stored(planes, num_rows).astype(jnp.int32)
         words = row_data.reshape(len(row_data), bits.row_words(num_rows), -1)
         voters = bits.unpack_rows(words[..., 0], num_rows)
         for k in range(1, words.shape[2]):
             voters += bits.unpack_rows(words[..., k], num_rows) << k
+        return bits.unpack_stored(planes, num_rows), voters
+
+    def value(sums: jax.Array, voters: jax.Array, fmt: Format) -> jax.Array:
+        """``(2 sum - n max_code) / (n max_code)``; codes for zero in the sum are left out of it."""
+        sums = sums.astype(jnp.int32)
         largest = voters.astype(jnp.int32)[..., None] * fmt.max_code
         # Of codes with a zero, those of workers that abstain are in the sum.
         zero = fmt.max_sum if fmt.midtread else largest
@@ -347,7 +366,7 @@ def average() -> Decision:
         row_words = bits.sum_bits(fmt.num_workers, 1) * bits.row_words(fmt.num_rows)
         return fmt.reply(fmt.max_sum.bit_length(), row_words)
 
-    codec = ReplyCodec("average", encode, decode, reply_format, jnp.sign)
+    codec = ReplyCodec("average", encode, decode, reply_format, jnp.sign, value)
     return Vote(codec, divides_by_present=True)
 
 
@@ -359,11 +378,13 @@ def with_tie_bits(positive: jax.Array, tied: jax.Array, context: Context) -> jax
     return positive | (tied & context.tie_bits(positive.shape[-1]))
 
 
-def decode_signs(planes: Planes, moved: jax.Array | None, num_rows: int, fmt: Format) -> jax.Array:
+def decode_signs(
+    planes: Planes, moved: jax.Array | None, num_rows: int, fmt: Format
+) -> tuple[jax.Array, None]:
     """-1 or 1; 0 in rows that do not move."""
     assert moved is not None
-    codes = bits.unpack_stored([*planes, bits.over_rows(moved, num_rows)], num_rows)
-    return jnp.where(codes >= 2, 2 * (codes & 1).astype(jnp.int32) - 1, 0)
+    [positive] = planes
+    return bits.unpack_signs(positive, moved, num_rows), None
 
 
 def signs_format(fmt: Format) -> Format:

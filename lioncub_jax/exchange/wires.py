@@ -49,22 +49,22 @@ LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
 
 
 class Coded(NamedTuple):
-    """Codes of one worker about a piece; or about a bucket: its pieces' joined, which `Codec.finish` takes.
+    """Codes of one worker about a bucket, as `Codec.finish` makes them.
 
     Attributes:
-      planes: ``uint32[words]`` each: plane k has bit k of every code. Of a piece there may be more, with
-        facts about elements.
-      scales: ``bfloat16[rows]``, the scale of each row, or None where it stays at the worker.
-      voted: of a piece ``bool[rows]``, True where the worker votes; of a bucket ``uint32[blocks]``, a bit
-        for each row. None for codes with a zero, or where planes tell.
-      finite: of a piece ``bool[rows]``, True where all values are, or None where planes tell; of a bucket
-        ``bool[]``.
+      planes: ``uint32[words]`` each: plane k has bit k of every code.
+      scales: ``float32[rows]``, the scale of each row, or None for codes without.
+      voted: ``uint32[blocks]``, a bit for each row, set where the worker votes; None for codes with a zero,
+        and for dense values.
+      finite: ``bool[]``: all values are.
+      halves: the codes half packed, from which the worker decodes its own; () where none are.
     """
 
     planes: list[jax.Array]
-    scales: jax.Array | None = None
-    voted: jax.Array | None = None
-    finite: jax.Array | None = None
+    scales: jax.Array | None
+    voted: jax.Array | None
+    finite: jax.Array
+    halves: Any = ()
 
 
 class Message(NamedTuple):
@@ -214,6 +214,7 @@ def addressed(codes: Coded, fmt: Format, participates: jax.Array) -> Message:
         voted = jnp.where(participates, _padded(codes.voted, fmt, fmt.row_words), 0)
     if fmt.sends_scales:
         scales = jnp.where(participates, _padded(codes.scales, fmt, fmt.num_rows), 0)
+        scales = scales.astype(jnp.bfloat16)
     return Message(planes, voted, scales, participates)
 
 

@@ -7,6 +7,7 @@ measure all of them together, on CPU or GPU.
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -93,26 +94,38 @@ def for_tpu() -> bool:
     return axes.platform(jax.sharding.get_abstract_mesh()) == "tpu"
 
 
-def chosen(
-    flag: jax.Array, new: Callable[..., jax.Array], old: Callable[..., jax.Array], *arrays: Any
-) -> jax.Array:
-    """``new(*arrays)`` where a flag ``bool[]`` is set, else ``old(*arrays)``, stored.
+def chosen(flag: jax.Array, new: Callable[..., Any], old: Callable[..., Any], *arrays: Any) -> Any:
+    """``new(*arrays)`` where a flag ``bool[]`` is set, else ``old(*arrays)``: trees of arrays, stored.
 
-    On a CPU by a branch, whose result XLA fuses with nothing behind it. It would fuse a reshape of rows to
-    a leaf, and then loop over the leaf's shape, element by element. If ``old`` gives back an array of
-    its own, the new one takes its place.
+    On a CPU by a branch, whose results XLA fuses with nothing behind it. It would fuse a reshape of rows to
+    a leaf, and then loop over the leaf's shape, element by element. If ``old`` gives back arrays of its
+    own, the new ones take their place.
     """
     if not for_cpu():
-        arrays = tuple(
-            jax.tree.unflatten(jax.tree.structure(arrays), recomputed(jax.tree.leaves(arrays)))
-        )
-        return jnp.where(flag, new(*arrays), old(*arrays))
+        arrays = jax.tree.unflatten(jax.tree.structure(arrays), recomputed(jax.tree.leaves(arrays)))
+        return jax.tree.map(partial(jnp.where, flag), new(*arrays), old(*arrays))
     over = frozenset().union(*[axes.varying_axes(x) for x in jax.tree.leaves((flag, arrays))])
 
-    def typed(make: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
+    def typed(make: Callable[..., Any], *arrays: Any) -> Any:
         return axes.varying(make(*arrays), tuple(over))
 
-    return lax.cond(flag, functools.partial(typed, new), functools.partial(typed, old), *arrays)
+    return lax.cond(flag, partial(typed, new), partial(typed, old), *arrays)
+
+
+def stored(make: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
+    """``make(arrays)``, of words ``uint32``, stored in memory, so that no reshape is fused with it.
+
+    By a branch that is always taken: XLA for CPU fuses a reduction, if it is used once, and a barrier is
+    gone by then.
+    """
+    if not (for_cpu() and arrays[0].size):
+        return make(arrays)
+    like = jax.eval_shape(make, arrays)
+
+    def nothing(arrays: Sequence[jax.Array]) -> jax.Array:
+        return jnp.zeros(like.shape, like.dtype)
+
+    return chosen(~_never(arrays[0].reshape(-1)[0]), make, nothing, list(arrays))
 
 
 def sum_of(terms: Callable[[Any], jax.Array], number: int) -> jax.Array:
