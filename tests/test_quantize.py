@@ -35,7 +35,7 @@ def encode(quantizer, x, step, worker, *, workers):
     fmt = plan.message_format(codec, bucket)
     here = plan.BucketPlan(bucket, fmt, fmt, 1, None, [piece], sizes)
     own = plan.Plan((), workers, (here,), (), False, False, False, worker, step, [None])
-    _, message = encode_bucket(codec, own, here, [0], [rows])
+    message = encode_bucket(codec, own, here, [jnp.uint32(0)], [rows])
     parts = rows.reshape(bucket.packed_chunks, -1, 128)
     planes = [x.reshape(len(parts), -1) for x in message.planes]
     codes = None

@@ -167,14 +167,15 @@ def step(
     for k, bucket in enumerate(plan.buckets):
         here = participates[k]
         message = addressed(coded[k], bucket.message, here)
-        replies, owner_state = exchange_bucket(exchange, plan, bucket, message, owner_states[k])
-        new_owner_states.append(owner_state)
-        all_replies.append(replies)
-
         with jax.named_scope("lioncub.remember"):
             # A coded sync keeps no error apart from mu, which becomes u + e.
             if codec.error_dtype is not None:
                 store_errors(codec, plan, bucket, starts[k], inputs[k], coded[k], here, new_error)
+                message, new_error = xla.in_order(message, new_error)
+        replies, owner_state = exchange_bucket(exchange, plan, bucket, message, owner_states[k])
+        new_owner_states.append(owner_state)
+        all_replies.append(replies)
+
         decoded = decode(exchange.decision, bucket, starts[k], replies)
         for x, start, u in zip(inputs[k], starts[k], decoded, strict=True):
             updates |= split_update(plan, x.piece, u)
