@@ -6,7 +6,7 @@ the *owner* of chunk j, as of a shard of the optimizer's state in ZeRO-1. It may
 the error ``f_j`` of its earlier replies. A *codec* maps values to *codes*, integers from 0 to max_code:
 ``Q`` is that of the messages, and ``R`` that of the replies. The functions called here follow below
 or are in `wires`: *interpolate* is `piece_input`, *decide* a method of the decision, and *remember* is
-`store_error` and `store`. The last column has the file of each formula.
+`store_errors` and `store`. The last column has the file of each formula.
 
     interpolate  c_i = b1 mu_i + (1 - b1) g_i                worker i            momentum.py
     encode       q_i = Q(c_i + e_i)                                              quantize.py
@@ -42,9 +42,10 @@ worker votes on it; in a reply where the row moves. Replies of `codes(p)` have h
 bfloat16 in a word. With other wires every worker decides on all W chunks, and ``received`` may be a sum.
 
 Leaves travel in *buckets*: one for each set of mesh axes over which leaves vary; ``bucket_size`` splits
-them. Each *piece* of a bucket is encoded by itself: a large leaf, or all small leaves joined. A worker with
-a NaN or infinity in any leaf abstains: it casts no vote, and its mu_i and e_i stay. It abstains from all
-buckets; with ``bucket_size`` only from those with such a value.
+them. What is computed of elements is computed of each *piece* of a bucket by itself: a large leaf, or all
+small leaves joined. Rows and words are those of the whole bucket, since that is fewer kernels to compile. A
+worker with a NaN or infinity in any leaf abstains: it casts no vote, and its mu_i and e_i stay. It abstains
+from all buckets; with ``bucket_size`` only from those with such a value.
 
 A worker may be sharded over inner mesh axes: each device takes this step with its shards of the leaves, and
 `encode` and `participation` also communicate inside the worker, and so does `decide` of whole matrices. A
@@ -501,9 +502,8 @@ def split_update(plan: Plan, piece: Piece, u: jax.Array) -> dict[int, jax.Array]
 
 # --- Remember
 #
-# These form c + e again, because x.rows would have to live from encode to the replies. Read in
-# `error_of_leaf`, it made temporaries of `owner_adamw` 104 MB instead of 86 (a model of 20 arrays and width
-# 768 on 8 CPU devices).
+# These form c + e again, because x.rows would have to live from encode to the errors: that made temporaries
+# of `owner_adamw` 104 MB instead of 86 (a model of 20 arrays and width 768 on 8 CPU devices).
 
 
 def synced_momentum(
