@@ -50,7 +50,7 @@ def test_a_word_of_a_lane_has_a_bit_of_each_row_and_codes_come_back(rows, p, lea
     codes = np.random.default_rng(rows).integers(0, 2**p, (*lead, rows, 128), np.uint32)
     packed = jax.jit(bits.pack, static_argnums=1)(codes, p)
     np.testing.assert_array_equal(packed, [key_words(codes >> k & 1 == 1) for k in range(p)])
-    for undo, kind in ((bits.unpack, "uint32"), (bits.unpack_stored, f"uint{8 * -(-p // 8)}")):
+    for undo, kind in ((bits.unpack, "uint32"), (bits.unpack_short, f"uint{8 * -(-p // 8)}")):
         found = jax.jit(undo, static_argnums=1)(packed, rows)
         np.testing.assert_array_equal(found, codes)
         assert packed[0].dtype == jnp.uint32 and found.dtype == kind

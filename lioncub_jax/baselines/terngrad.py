@@ -35,7 +35,7 @@ def total() -> Vote:
     def decode(
         planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
     ) -> tuple[jax.Array, None]:
-        return bits.unpack_stored(planes, num_rows), None
+        return bits.unpack_short(planes, num_rows), None
 
     def value(sums: jax.Array, scales: None, fmt: Format) -> jax.Array:
         """``sum - W max_code / 2``."""

@@ -371,12 +371,9 @@ def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
     ) -> tuple[jax.Array, jax.Array]:
         assert row_data is not None
         half = unpack_scales(row_data, largest).reshape(-1, num_rows)  # whatever an owner sends
-        half = xla.materialized(half)
-        return xla.stored(numbers, list(planes)), half
-
-    def numbers(planes: Planes) -> jax.Array:
-        codes = bits.unpack(planes, planes[0].shape[-1] // bits.WORDS_PER_ROW)
-        return quantize.odd_numbers(codes, max_code).astype(short)
+        codes = bits.unpack(planes, num_rows)
+        odd = quantize.odd_numbers(codes, max_code).astype(short)
+        return odd, half if xla.for_cpu() else xla.materialized(half)
 
     def reply_format(fmt: Format) -> Format:
         return fmt.reply(p, fmt.num_rows // 2)

@@ -276,7 +276,7 @@ def unpack_each(planes: Sequence[jax.Array], rows: int) -> Callable[[Any], jax.A
 
 
 def unpack_signs(positive: jax.Array, moved: jax.Array, rows: int) -> jax.Array:
-    """``int8[..., rows, 128]``, stored as `unpack_stored` does: 1 or -1, and 0 in rows that do not move.
+    """``int8[..., rows, 128]``: 1 or -1, and 0 in rows that do not move.
 
     Args:
       positive: ``uint32[..., 4 rows]``.
@@ -290,29 +290,15 @@ def unpack_signs(positive: jax.Array, moved: jax.Array, rows: int) -> jax.Array:
       >>> bits.unpack_signs(positive, jnp.array([12], jnp.uint32), 32)[1:4, 7].tolist()
       [0, -1, 1]
     """
-
-    def signs(words: Sequence[jax.Array]) -> jax.Array:
-        positive, moved = words
-        moved = over_rows(moved, rows)
-        # 1 is 00000001 and -1 is 11111111.
-        upper = -unpack([moved & ~positive], rows) & np.uint32(0xFE)
-        return (unpack([moved], rows) | upper).astype(jnp.int8)
-
-    return xla.stored(signs, [positive, moved])
+    moved = over_rows(moved, rows)
+    # 1 is 00000001 and -1 is 11111111.
+    upper = -unpack([moved & ~positive], rows) & np.uint32(0xFE)
+    return (unpack([moved], rows) | upper).astype(jnp.int8)
 
 
-def unpack_stored(planes: Sequence[jax.Array], rows: int) -> jax.Array:
-    """Like `unpack`, as the smallest integer type, and stored in memory before it is reshaped to a leaf.
-
-    Args:
-      planes: ``uint32[..., 4 rows]`` each.
-      rows: as of `whole_rows`.
-
-    Returns:
-      ``uint8[..., rows, 128]``, of more than 8 planes ``uint16``, of more than 16 ``uint32``.
-    """
-    dtype = np.min_scalar_type(2 ** len(planes) - 1)
-    return xla.stored(lambda planes: unpack(planes, rows).astype(dtype), list(planes))
+def unpack_short(planes: Sequence[jax.Array], rows: int) -> jax.Array:
+    """Like `unpack`, as the smallest integer type: ``uint8``, of more than 8 planes ``uint16``, ..."""
+    return unpack(planes, rows).astype(np.min_scalar_type(2 ** len(planes) - 1))
 
 
 def _bits(words: jax.Array, rows: int) -> jax.Array:

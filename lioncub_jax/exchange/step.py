@@ -460,31 +460,32 @@ def decode(
     decision: Decision, bucket: BucketPlan, starts: Sequence[jax.Array], replies: Reply
 ) -> list[jax.Array]:
     """``u`` of each piece, ``[devices, rows, 128]``; ``starts`` as `first_blocks`."""
-    codec, fmt, planes, data = decision.reply_codec, bucket.reply, replies.planes, replies.row_data
-    if not bucket.layout.large:  # one piece
-        u = codec.value(*codec.decode(planes, data, fmt.num_rows, fmt), fmt)
-        return [u.reshape(-1, bucket.layout.rows, ROW)]
+    codec, fmt, large = decision.reply_codec, bucket.reply, bucket.layout.large
     # Planes are [devices chunks, words]; a device's chunks follow each other as the rows of its bucket do.
-    devices, rows = len(planes[0]) // fmt.num_workers, bucket.layout.rows
-    planes, data = jax.tree.map(lambda x: x.reshape(devices, -1), (planes, data))
-    at_once = xla.for_cpu()  # in one branch; elsewhere no code is stored
-    if at_once:
-        arrays: Any = codec.decode(planes, data, rows, fmt)
-    else:
-        arrays = jax.tree.map(lambda x: x.reshape(devices, rows // BLOCK, -1), (planes, data))
+    devices, words = (
+        len(replies.planes[0]) // fmt.num_workers,
+        (list(replies.planes), replies.row_data),
+    )
+    if large:
+        blocks = bucket.layout.rows // BLOCK
+        words = jax.tree.map(lambda x: x.reshape(devices, blocks, -1), words)
 
     @partial(jax.jit, static_argnums=2)  # traced once for all large leaves of one shape
-    def of_piece(arrays: Any, start: jax.Array, rows: int) -> jax.Array:
-        if at_once:
-            numbers, scales = cut(arrays, start * BLOCK, rows, 1)
-            return codec.value(numbers, scales, fmt)
-        own = cut(arrays, start, rows // BLOCK, 1)
+    def of_leaf(words: Any, start: jax.Array, rows: int) -> Any:
+        own = cut(words, start, rows // BLOCK, 1)
         planes, data = jax.tree.map(lambda x: x.reshape(devices, -1), own)
-        return codec.value(*codec.decode(planes, data, rows, fmt), fmt)
+        return codec.decode(planes, data, rows, fmt)
+
+    def each_piece(words: Any) -> list[Any]:
+        if not large:  # one piece
+            planes, data = words
+            return [codec.decode(planes, data, fmt.num_rows, fmt)]
+        pairs = zip(starts, bucket.pieces, strict=True)
+        return [of_leaf(words, start, piece.rows) for start, piece in pairs]
 
     updates = []
-    for start, piece in zip(starts, bucket.pieces, strict=True):
-        updates.append(of_piece(arrays, start, piece.rows))
+    for numbers, scales in xla.stored(each_piece, words):
+        updates.append(codec.value(numbers, scales, fmt).reshape(devices, -1, ROW))
     return updates
 
 

@@ -46,12 +46,12 @@ class ReplyCodec(NamedTuple):
       encode: of votes ``(Tally, Context) -> (planes, row_data)``; of an owner's result ``(u, Context,
         error) -> (planes, row_data, ties, error)``, ``float32[rows, 128]``, NaN where nothing is known.
       decode: ``(planes, row_data, num_rows, Format) -> (numbers [chunks, rows, 128], scales [chunks, rows]
-        or None)``, as small as they can be stored, of a whole bucket.
+        or None)``, as small as they can be stored.
       format: the `Format` of messages to that of replies; a reply of another size is an error.
       local_update: the update of a single worker, which needs no codes, of its direction or the owner's
         result.
-      value: ``(numbers, scales, Format) -> [chunks, rows, 128]``, int32 or float32, of what `decode` gives,
-        or of a part of its rows; whatever an owner sends, finite.
+      value: ``(numbers, scales, Format) -> [chunks, rows, 128]``, int32 or float32, of what `decode` gives;
+        whatever an owner sends, finite.
       init: ``float[rows, 128] -> error`` before the first step; ``()`` for none.
     """
 
@@ -305,7 +305,7 @@ def ternary() -> Decision:
     def decode(
         planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
     ) -> tuple[jax.Array, None]:
-        return bits.unpack_stored(planes, num_rows), None
+        return bits.unpack_short(planes, num_rows), None
 
     def value(codes: jax.Array, scales: None, fmt: Format) -> jax.Array:
         return jnp.where(codes >= 2, 0, 2 * (codes & 1).astype(jnp.int32) - 1)
@@ -351,7 +351,7 @@ def average() -> Decision:
         voters = bits.unpack_rows(words[..., 0], num_rows)
         for k in range(1, words.shape[2]):
             voters += bits.unpack_rows(words[..., k], num_rows) << k
-        return bits.unpack_stored(planes, num_rows), voters
+        return bits.unpack_short(planes, num_rows), voters
 
     def value(sums: jax.Array, voters: jax.Array, fmt: Format) -> jax.Array:
         """``(2 sum - n max_code) / (n max_code)``; codes for zero in the sum are left out of it."""

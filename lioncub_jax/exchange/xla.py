@@ -112,20 +112,21 @@ def chosen(flag: jax.Array, new: Callable[..., Any], old: Callable[..., Any], *a
     return lax.cond(flag, partial(typed, new), partial(typed, old), *arrays)
 
 
-def stored(make: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
-    """``make(arrays)``, of words ``uint32``, stored in memory, so that no reshape is fused with it.
+def stored(make: Callable[[Any], Any], arrays: Any) -> Any:
+    """``make(arrays)``, a tree made of words ``uint32``, stored in memory: no reshape is fused with it.
 
-    By a branch that is always taken: XLA for CPU fuses a reduction, if it is used once, and a barrier is
-    gone by then.
+    On a CPU by a branch that is always taken, see `chosen`: XLA fuses a reduction that is used once, and a
+    barrier is gone by then.
     """
-    if not (for_cpu() and arrays[0].size):
+    words = jax.tree.leaves(arrays)[0]
+    if not (for_cpu() and words.size):
         return make(arrays)
     like = jax.eval_shape(make, arrays)
 
-    def nothing(arrays: Sequence[jax.Array]) -> jax.Array:
-        return jnp.zeros(like.shape, like.dtype)
+    def nothing(arrays: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
-    return chosen(~_never(arrays[0].reshape(-1)[0]), make, nothing, list(arrays))
+    return chosen(~_never(words.reshape(-1)[0]), make, nothing, arrays)
 
 
 def sum_of(terms: Callable[[Any], jax.Array], number: int) -> jax.Array:
