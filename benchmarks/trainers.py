@@ -147,7 +147,6 @@ TRAINERS = [
     ),
     Trainer("kauldron_train", "Kauldron, `TrainStep`", "kauldron", "kauldron"),
 ]
-ABSENT = ["brax 0.14.2, `ppo.train`", "EasyDeL 0.3.0"]  # the page says why
 
 
 class Ran(NamedTuple):
@@ -431,7 +430,6 @@ def learnt(found: Newest) -> str:
             x.name, plain["version"], str(resumed["lines"]), loss(plain),
             *[loss(rows[m], plain) for m in OURS], equality(resumed), resumed["date"],
         ])  # fmt: skip
-    lines += [[x, "not possible, see below", *[""] * (len(head) - 2)] for x in ABSENT]
     return report.markdown(head, lines, columns="---")
 
 
@@ -495,7 +493,7 @@ def times(timed: dict[str, dict[str, Any] | None]) -> tuple[str, str]:
     plain, ours = timed["plain"], [timed[m] for m in OURS]
     rows = [row for row in (plain, *ours) if row]
     if not plain or len(rows) == 1 or any(row["load"] > IDLE for row in rows):
-        return "not measured", "not measured"
+        return "-", "-"
     steps = [f"{row['seconds'] / plain['seconds']:.1f}" if row else "-" for row in ours]
     compiling = [f"{row['compile'] - plain['compile']:+.1f} s" if row else "-" for row in ours]
     return ", ".join(steps), ", ".join(compiling)
