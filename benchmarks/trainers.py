@@ -418,16 +418,18 @@ def newest(rows: report.Rows) -> Newest:
 
 def learnt(found: Newest) -> str:
     """The table of losses."""
-    head = ["trainer", "version", "lines", "AdamW, plain", *OURS, "goes on", "date"]
+    head = ["trainer", "version", "lines", "steps", "AdamW, plain", *OURS, "goes on", "date"]
     lines = []
     for x in TRAINERS:
         rows = {m: found.get((x.key, m, "losses")) for m in METHODS}
+        steps = {row["steps"] for row in rows.values() if row}
+        assert len(steps) < 2, f"the rows of {x.key} are of {steps} steps"
         plain, resumed = rows["plain"], rows[RESUMED]
         if not plain or not resumed:
             lines.append([x.name, "not run", *[""] * (len(head) - 2)])
             continue
         lines.append([
-            x.name, plain["version"], str(resumed["lines"]), loss(plain),
+            x.name, plain["version"], str(resumed["lines"]), str(plain["steps"]), loss(plain),
             *[loss(rows[m], plain) for m in OURS], equality(resumed), resumed["date"],
         ])  # fmt: skip
     return report.markdown(head, lines, columns="---")
