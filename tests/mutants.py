@@ -66,13 +66,13 @@ MUTANTS = r"""
 
 # baselines/terngrad.py: contract
 = total: a single worker has the signs of its gradients
-- decode, reply_format, itself)
-+ decode, reply_format, jnp.sign)
+- decode, reply_format, itself, value)
++ decode, reply_format, jnp.sign, value)
 
 # exchange/step.py: reference optimizer chains contract quantize
-= error_of_leaf: the error of a worker that abstains is forgotten
-- error = xla.chosen(participates, new, old, error,
-+ error = xla.chosen(participates, new, old, 0 * error,
+= store_errors: the error of a worker that abstains is forgotten
+- return errors
++ return [0 * error for error in errors]
 
 = next_error: a share of the error is to come back, and all of it does
 - error if codec.keep == 1 else codec.keep * error
@@ -82,9 +82,13 @@ MUTANTS = r"""
 - row = places.first_row + first
 + row = first
 
-= encode: a leaf takes the padding of the bucket's first rows for its own
-- sizes[first:][:size]
-+ sizes[:size]
+= encode: a leaf takes the scales of the bucket's first rows for its own
+- cut(rows, start * BLOCK, len(x))
++ cut(rows, 0 * start, len(x))
+
+= encode: rotated rows are measured as if padding had stayed where it was
+- whole._replace(row_sizes=None)
++ whole
 
 # exchange/step.py: sharding accounting optimizer contract
 = leaf_means: a leaf in shards has the scale of one shard
@@ -257,20 +261,16 @@ MUTANTS = r"""
 
 # exchange/quantize.py: quantize reference sharding
 = midrise: a row of zeros votes if codes have several bits
-- jnp.bfloat16), mean > 0, finite)
-+ jnp.bfloat16), mean >= 0, finite)
+- mean > 0, finite)
++ mean >= 0, finite)
 
-= row_mean: the step of a row whose sum overflows is the largest there is
+= mean_of_sums: the step of a row whose sum overflows is the largest there is
 - jnp.where(jnp.isfinite(total), total / size, maximum)
 + total / size
 
 = _up_to_bfloat16: the norm of a row is rounded to the nearest, and the largest value clipped
 - + 0xFFFF)
 + + 0x8000)
-
-= rotated: rotated rows are measured as if padding had stayed where it was
-- context._replace(row_sizes=None)
-+ context
 
 # exchange/bits.py: quantize reference
 = saturated: a number that a dtype cannot hold becomes infinite
