@@ -489,6 +489,15 @@ def test_state_that_counts_rows_counts_those_of_all_workers():
         mapped(counting(len))(jnp.int32(0), BATCH[0])
     for rows, seen in ((lambda x: 4 * len(x), 16), (lambda _: 4, 4)):  # 4 that is no number of rows
         assert mapped(counting(rows))(jnp.int32(0), BATCH[0])[0] == seen
+    # With totals that are averaged a count of one worker gives the ratio of all.
+    totals, x = {"mae": {"total": jnp.float32(0), "count": jnp.float32(0)}}, BATCH[0]
+
+    def measuring(state, x):
+        mae = state["mae"]
+        return {"mae": {"total": mae["total"] + x.sum(), "count": mae["count"] + len(x)}}, x.mean()
+
+    found = mapped(measuring, averaged=("mae",))(totals, x)[0]["mae"]
+    np.testing.assert_allclose(found["total"] / found["count"], x.sum() / len(x), rtol=1e-5)
     one = workers_on("data=1")
     assert mapped(counting(len), one)(jnp.int32(0), BATCH[0])[0] == 16
 

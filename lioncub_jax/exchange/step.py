@@ -170,7 +170,7 @@ def step(
         message = addressed(coded[k], bucket.message, here)
         with jax.named_scope("lioncub.remember"):
             # A coded sync keeps no error apart from mu, which becomes u + e.
-            if codec.error_dtype is not None:
+            if inputs[k][0].error is not None:
                 store_errors(codec, plan, bucket, starts[k], inputs[k], coded[k], here, new_error)
                 message, new_error = xla.in_order(message, new_error)
         replies, owner_state = exchange_bucket(exchange, plan, bucket, message, owner_states[k])

@@ -336,13 +336,17 @@ class Outside:
         """Raises where the number of one worker's rows is added, which doubles with them."""
         program, rows = self._program, self._program.arguments.rows_of_one()
         for i, role in enumerate(self.roles):
-            number = differ.added(program.closed.jaxpr, i) if role is Role.SAME else None
+            name = self._results.each[i].name
+            # Beside totals that are averaged, as those of Keras, a count is one worker's.
+            if role is not Role.SAME or _words(name) & self._averaged:
+                continue
+            number = differ.added(program.closed.jaxpr, i)
             if number is None or number not in rows:
                 continue
             if differ.added(program.doubled[0].jaxpr, i) == 2 * number:
                 raise ValueError(
-                    f"to {self._results.each[i].name} {number:g} is added, the number of one worker's "
-                    "rows, as of len(batch): add that of all, workers.num_gradients * len(batch)"
+                    f"to {name} {number:g} is added, the number of one worker's rows, as of len(batch): "
+                    "add that of all, workers.num_gradients * len(batch)"
                 )
 
     def _check_number(self, i: int, result: Result, x: Any) -> None:
