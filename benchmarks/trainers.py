@@ -486,7 +486,9 @@ def floats(names: list[str]) -> str:
     """Arrays of floats between workers, the largest first, and how many numbers beside them."""
     arrays = sorted({x for x in names if not x.endswith("[]")})
     numbers = sum(x.endswith("[]") for x in names)
-    told = [f"{names.count(x)} of {x}" for x in arrays] + [f"{numbers} numbers"] * bool(numbers)
+    told = [f"{names.count(x)} of {x}" for x in arrays]
+    if numbers:
+        told.append(f"{numbers} number{'s' * (numbers > 1)}")
     return ", ".join(told) or "none"
 
 
