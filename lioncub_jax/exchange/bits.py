@@ -102,7 +102,7 @@ def pack(codes: jax.Array, p: int = 1) -> list[jax.Array]:
 def half_packed(codes: jax.Array, p: int) -> Halves:
     """The first stage of `pack`: words with four bits each of the codes of eight rows.
 
-    A list for whole blocks, and one for a part block, with an array for every four bits of a code. Arrays
+    A list for whole blocks, and one for a short block, with an array for every four bits of a code. Arrays
     of whole blocks may be joined along dimension -3, that of blocks.
 
     Example:

@@ -324,7 +324,7 @@ def encode(
     for x, start, piece in zip(inputs, starts, pieces, strict=True):
         drawn = None if seed is None else noise(seed, plan, bucket, piece)
         halves.append(half_packed(x, start, rows, drawn))
-    return codec.finish(joined(halves, 0 if codec.dense else -3), rows, whole)
+    return codec.finish(joined(halves, -3 if codec.dense is None else 0), rows, whole)
 
 
 def joined(pieces: Sequence[Any], axis: int = 0) -> Any:
@@ -462,10 +462,8 @@ def decode(
     """``u`` of each piece, ``[devices, rows, 128]``; ``starts`` as `first_blocks`."""
     codec, fmt, large = decision.reply_codec, bucket.reply, bucket.layout.large
     # Planes are [devices chunks, words]; a device's chunks follow each other as the rows of its bucket do.
-    devices, words = (
-        len(replies.planes[0]) // fmt.num_workers,
-        (list(replies.planes), replies.row_data),
-    )
+    devices = len(replies.planes[0]) // fmt.num_workers
+    words = list(replies.planes), replies.row_data
     if large:
         blocks = bucket.layout.rows // BLOCK
         words = jax.tree.map(lambda x: x.reshape(devices, blocks, -1), words)

@@ -4,10 +4,9 @@ Each has its reason, seen with jax 0.10.2. ``benchmarks/compile_time.py`` and ``
 measure all of them together, on CPU or GPU.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -135,7 +134,7 @@ def sum_of(terms: Callable[[Any], jax.Array], number: int) -> jax.Array:
     On a CPU few are added one by one, and stored, since XLA reduces a leading axis in no loop over vectors.
     """
     if for_cpu() and number <= MOST_TERMS:
-        return materialized(functools.reduce(operator.add, map(terms, range(number))))
+        return materialized(reduce(operator.add, map(terms, range(number))))
     return jnp.sum(terms(...), 0)
 
 
