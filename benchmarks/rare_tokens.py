@@ -11,6 +11,10 @@ a cosine and without decay. A line is a run:
 * drift: of rows that no worker has seen in the last quarter of the run, but before, how far they moved in
   it, as a share of the way at the whole rate;
 * unused: how many rows those are.
+
+The committed lines of votes are of commit 4be4f3a5d46d, which had an option ``forget=SHARE``: a worker
+set a momentum to 0 where its gradient was 0 and the momentum below this share of the mean magnitude of its
+leaf.
 """
 
 import collections
@@ -36,12 +40,7 @@ VOTE, MEAN = lc.lion_cub, lc.global_gradients
 METHODS: dict[str, tuple[Callable[..., Any], tuple[float, ...]]] = {
     "AdamW": (lambda rate, **on: MEAN(optax.adamw(rate, weight_decay=0.0), **on), (4e-3, 8e-3)),
     "Lion": (lambda rate, **on: MEAN(optax.lion(rate, weight_decay=0.0), **on), (1e-3, 2e-3)),
-} | {
-    f"vote, forget={share}": (
-        functools.partial(VOTE, weight_decay=0.0, forget=share),
-        (1e-3, 2e-3),
-    )
-    for share in (None, 0.01, 0.1, 1.0)
+    "vote": (functools.partial(VOTE, weight_decay=0.0), (1e-3, 2e-3)),
 }
 
 
@@ -118,7 +117,6 @@ def seen_once(steps: int = 9000) -> dict[str, list[float]]:
     txs = {
         "vote": lc.lion_cub(**kinds),
         "vote, ternary": lc.lion_cub(**kinds, quantizer=lc.quantize.ternary()),
-        "vote, forget=0.1": lc.lion_cub(**kinds, forget=0.1),
         "owner_lion": lc.owner_lion(**kinds),
         "owner_adamw": lc.owner_adamw(**kinds),
         "optax.lion": MEAN(optax.lion(1.0, weight_decay=0.0), workers="data"),

@@ -67,7 +67,7 @@ def lion_cub(
     workers: AxisName | Workers | None,
     quantizer: Quantizer = SIGN, wire: Wire = TWO_PHASE,
     sync: Schedule | None = None, sync_where: Mask = None,
-    bucket_size: int | None = None, forget: float | None = None,
+    bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Lion Cub: Lion whose workers vote with 1 or p bits of their own blend of gradient and momentum.
 
@@ -92,7 +92,6 @@ def lion_cub(
       sync: when momenta are averaged, of `sync`; None (default) for never.
       sync_where: the leaves whose momenta are.
       bucket_size: see `communicate`.
-      forget: see `momentum.blend`.
 
     Returns:
       A transform whose ``update`` must run where the workers' axis is bound. It takes gradients that vary
@@ -110,8 +109,7 @@ def lion_cub(
       Ishikawa et al., "Lion Cub" (arXiv 2411.16462); Chen et al., Lion (arXiv 2302.06675).
     """
     vote = scale_by_lion_cub(
-        b1, b2, mu_dtype, forget=forget, workers=workers, quantizer=quantizer, wire=wire,
-        bucket_size=bucket_size,
+        b1, b2, mu_dtype, workers=workers, quantizer=quantizer, wire=wire, bucket_size=bucket_size
     )  # fmt: skip
     return descending(_synced(vote, sync, sync_where, workers), learning_rate, weight_decay, mask)
 
@@ -124,7 +122,7 @@ def distributed_lion(
     workers: AxisName | Workers | None,
     average: bool = False, wire: Wire = TWO_PHASE,
     sync: Schedule | None = None, sync_where: Mask = None,
-    bucket_size: int | None = None, forget: float | None = None,
+    bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Distributed Lion: workers send signs; the update is their majority or their average.
 
@@ -148,7 +146,7 @@ def distributed_lion(
       Liu et al., "Communication Efficient Distributed Training with Distributed Lion" (arXiv 2404.00438).
     """
     vote = scale_by_lion_cub(
-        b1, b2, mu_dtype, forget=forget, workers=workers, wire=wire, bucket_size=bucket_size,
+        b1, b2, mu_dtype, workers=workers, wire=wire, bucket_size=bucket_size,
         decision=decide.average() if average else decide.majority(),
     )  # fmt: skip
     return descending(_synced(vote, sync, sync_where, workers), learning_rate, weight_decay, mask)
@@ -164,11 +162,10 @@ def scale_by_lion_cub(
     decision: Decision | None = None,
     wire: Wire = TWO_PHASE,
     bucket_size: int | None = None,
-    forget: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Directions of `lion_cub` and `distributed_lion`, where ``optax.scale_by_lion`` stands in a chain.
 
-    `communicate` with ``momentum=momentum.blend(b1, b2, mu_dtype, forget=forget)``, so that
+    `communicate` with ``momentum=momentum.blend(b1, b2, mu_dtype)``, so that
     ``decision=decide.average()`` makes it that of "Avg".
 
     Args:
@@ -180,7 +177,6 @@ def scale_by_lion_cub(
       decision: of the owner, as `communicate`.
       wire: as `lion_cub`.
       bucket_size: as `lion_cub`.
-      forget: as `lion_cub`.
 
     Returns:
       As `communicate`: ``u``, with neither weight decay nor a learning rate.
@@ -196,7 +192,7 @@ def scale_by_lion_cub(
     References:
       As `lion_cub`.
     """
-    rule = momentum.blend(b1, b2, mu_dtype, forget=forget)
+    rule = momentum.blend(b1, b2, mu_dtype)
     return communicate(
         workers=workers, momentum=rule, quantizer=quantizer, decision=decision, wire=wire,
         bucket_size=bucket_size,

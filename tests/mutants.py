@@ -766,11 +766,6 @@ MUTANTS = r"""
 - .eps) / 2
 + .eps) / 4
 
-# exchange/momentum.py: optimizer
-= forgotten: momentum that is fed is forgotten too
-- (g == 0) & (size <
-+ (size <
-
 # exchange/bits.py: training
 = of_halves: a sum beyond its dtype wraps
 - jnp.where(upper > most >> half, most, total)

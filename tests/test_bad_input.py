@@ -68,7 +68,6 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
         for make in (lc.momentum.blend, owner)
     ),
     (lambda eps: adamw(eps=eps), [0, 1e-46, None], ValueError, "eps={!r} ... above 0 in float32"),
-    (lambda x: lc.momentum.blend(forget=x), [0, -0.1, 2, "0.1"], ValueError, "forget={!r} ... above 0"),
     (Q.stochastic, ["1", 0.5, None, True], ValueError, "seed={!r} ... a whole number"),
     (
         lambda n: communicate(bucket_size=n), NO_COUNT[:-1], ValueError,

@@ -95,32 +95,6 @@ def test_one_worker_is_optax_lion_bit_for_bit():
             assert_equal(jax.tree.map(lambda x: x[:, 0], state[0].mu), lion.mu)
 
 
-def test_a_row_that_one_worker_saw_once_is_forgotten_by_several_workers_only():
-    """Without `forget` it moves at the whole rate until its momentum underflows, as by optax.lion."""
-    grads = {"w": np.zeros((400, 2, 256), np.float32)}
-    grads["w"][0, 0, :128] = 1  # a row, and one that is always fed
-    grads["w"][:, :, 128:] = np.where(np.arange(128) % 2, 1, -1)
-    params, options = {"w": np.zeros(256, np.float32)}, {"weight_decay": 0.0, "workers": AXIS}
-    txs = {
-        f"{make.__name__} {share}": make(1.0, forget=share, **options)
-        for make in (lc.lion_cub, lc.distributed_lion)
-        for share in (None, 0.1)
-    }
-    done = {name: updates["w"] for name, (updates, _) in run_workers(txs, params, grads).items()}
-    for make in ("lion_cub", "distributed_lion"):
-        ever, once = done[f"{make} None"], done[f"{make} 0.1"]
-        assert_equal(ever[:, 128:], once[:, 128:])
-        steps = (once[:, :128] != 0).sum(0)
-        assert (steps == steps[0]).all() and 10 < steps[0] < 30
-        assert (ever[:, :128] == -1).all() and not once[steps[0] :, :128].any()
-    alone = jax.tree.map(lambda g: g[:, :1], grads)
-    one, _ = run_workers({"": lc.lion_cub(1.0, forget=0.1, **options)}, params, alone)[""]
-    by_lion, _ = by_optax(
-        optax.lion(1.0, weight_decay=0.0), params, jax.tree.map(lambda g: g[:, 0], alone)
-    )
-    assert_equal(one, by_lion)
-
-
 def test_one_infinite_gradient_is_left_out_where_optax_lion_moves_for_ever():
     grads = {"w": np.full((40, 1, 130), -1, np.float32)}
     grads["w"][3, :, 7] = np.inf

@@ -7,12 +7,11 @@ different data; `sync` averages them at times.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from lioncub_jax.exchange.bits import at_least_float32
-from lioncub_jax.exchange.checks import check_betas, check_decay, check_number, component, static
+from lioncub_jax.exchange.checks import check_betas, check_decay, component, static
 
 __all__ = ["MomentumRule", "blend", "nothing"]
 
@@ -32,9 +31,6 @@ class MomentumRule:
     """
 
     synchronizes = False  # True of a sync in codes, after which ``mu = u + e``
-    forget: float | None = (
-        None  # the share of a leaf's mean magnitude below which unfed momentum becomes 0
-    )
 
     def init(self, params: optax.Params) -> optax.Params:
         """``mu`` of each parameter before the first step; None for each if nothing is kept."""
@@ -79,7 +75,6 @@ class Blend(MomentumRule):
     b1: ArrayLike
     b2: ArrayLike
     mu_dtype: DTypeLike | None
-    forget: float | None = static(default=None)
 
     def init(self, params: optax.Params) -> optax.Params:
         """Zeros like the parameters; ``ValueError`` for a dtype of theirs that cannot keep ``b2``."""
@@ -96,12 +91,6 @@ class Blend(MomentumRule):
         return _mixed(self.b2, mu, g)
 
 
-def forgotten(share: float, g: jax.Array, mu: jax.Array) -> jax.Array:
-    """``mu``, and 0 where ``g`` is 0 and ``|mu|`` below a share of its mean, of this leaf or shard."""
-    size = jnp.abs(at_least_float32(mu))
-    return jnp.where((g == 0) & (size < share * jnp.mean(size)), 0, mu)
-
-
 def _mixed(b: Any, mu: jax.Array, g: jax.Array) -> jax.Array:
     """``b mu + (1 - b) g``, in float32 at least: in bfloat16 the beta would be rounded with them."""
     with jax.numpy_dtype_promotion("standard"):
@@ -109,23 +98,18 @@ def _mixed(b: Any, mu: jax.Array, g: jax.Array) -> jax.Array:
 
 
 def blend(
-    b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None,
-    *, forget: float | None = None,
-) -> MomentumRule:  # fmt: skip
+    b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None
+) -> MomentumRule:
     """Lion's rule: ``c = b1 mu + (1 - b1) g`` is sent, ``mu = b2 mu + (1 - b2) g`` is kept.
 
     Args:
       b1: weight of the momentum in the message, in [0, 1).
       b2: decay of the momentum, in [0, 1).
       mu_dtype: dtype of the momentum; None for that of the parameters.
-      forget: of several workers, momentum becomes 0 where a worker's gradient is 0 and the momentum below
-        this share of its leaf's mean magnitude (of a device's shard of the leaf; in two levels of its part
-        of a bucket); None for never. Without it an embedding row that a worker saw once is voted on until
-        its momentum underflows: after a gradient of 1 for 8,223 steps, at the whole rate.
 
     Raises:
-      ValueError: if a beta is outside [0, 1), ``forget`` outside (0, 1], ``mu_dtype`` is not floating, or
-        momentum in it (in ``init``: in the dtype of the parameters) would not decay by ``b2``.
+      ValueError: if a beta is outside [0, 1), ``mu_dtype`` is not floating, or momentum in it (in
+        ``init``: in the dtype of the parameters) would not decay by ``b2``.
 
     Example:
       >>> import lioncub_jax as lc
@@ -135,10 +119,7 @@ def blend(
     """
     check_betas(b1=b1, b2=b2)
     check_decay(b2, mu_dtype)
-    if forget is not None:
-        allowed = "give a share above 0, at most 1, such as 0.1, or None for never"
-        check_number(f"forget={forget!r}", forget, lambda x: 0 < x <= 1, allowed, float)
-    return Blend(b1, b2, mu_dtype, forget)
+    return Blend(b1, b2, mu_dtype)
 
 
 def nothing() -> MomentumRule:

@@ -18,8 +18,7 @@ or are in `wires`: *interpolate* is `piece_input`, *decide* a method of the deci
     decode       u = dequantize(r_1, ..., r_W)               every worker        votes.py, at_owner.py
     remember     e_i = keep * (c_i + e_i - dequantize(q_i))  worker i            step.py
                  mu_i = b2 mu_i + (1 - b2) g_i                                   momentum.py
-                 (after a coded sync mu_i = u + e_i, see `sync.coded`;
-                 with `forget` some of mu_i becomes 0, see `momentum.forgotten`)  transform.py
+                 (after a coded sync mu_i = u + e_i, see `sync.coded`)
 
 The factor ``keep`` is at most 1. Votes are signed codes ``v_i = 2 q_i - max_code``, without scales or f_j.
 `majority` replies with ``sign(sum_i v_i)`` in one bit: a tie is a fair bit, the same everywhere. `ternary`
@@ -116,7 +115,6 @@ class StepResult(NamedTuple):
         have moved even if no worker participates: `transform.with_counters` undoes that, once the count of
         workers present is replicated, as counters are.
       replies: for each bucket what its owners say, of which the statistics are read.
-      participates: for each bucket ``bool[]``, False if this worker abstained.
     """
 
     updates: dict[int, jax.Array]
@@ -124,7 +122,6 @@ class StepResult(NamedTuple):
     error: list[Any]
     owner_states: list[optax.OptState]
     replies: list[Reply]
-    participates: list[jax.Array]
 
 
 def step(
@@ -189,7 +186,7 @@ def step(
                 else:
                     new = rule.update(x.gradient, x.momentum)
                 store(plan, x.piece, x.momentum, new, here, new_mu)
-    return StepResult(updates, new_mu, new_error, new_owner_states, all_replies, participates)
+    return StepResult(updates, new_mu, new_error, new_owner_states, all_replies)
 
 
 def exchange_bucket(
@@ -259,9 +256,8 @@ def single_worker_step(
 
     present = axes.same_everywhere(present, axis)
     reply = Reply((), None, jnp.zeros(1, jnp.uint32), (), present)
-    flags = [~abstains] * len(plan.buckets)
     each = [reply] * len(plan.buckets)
-    return StepResult(updates, new_mu, new_error, new_owner_states, each, flags)
+    return StepResult(updates, new_mu, new_error, new_owner_states, each)
 
 
 def plus_error(direction: jax.Array, error: jax.Array | None) -> jax.Array:

@@ -21,7 +21,7 @@ from lioncub_jax.exchange.checks import check_count, check_kinds
 from lioncub_jax.exchange.layout import BucketLayout, Flat, register_with_flax
 from lioncub_jax.exchange.mapped import Holder, on_workers
 from lioncub_jax.exchange.matrices import Deal
-from lioncub_jax.exchange.momentum import MomentumRule, forgotten
+from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.plan import Exchange, Plan, plan_of_step, plan_on_device
 from lioncub_jax.exchange.quantize import Codec, Quantizer
 from lioncub_jax.exchange.step import StepResult, step
@@ -339,10 +339,6 @@ def take_step(
     result = step(exchange, plan, grads, *kept, owner_states, abstain)
 
     new, mu, error = result.updates, result.mu, result.error
-    if share := exchange.momentum_rule.forget if plan.num_workers > 1 else None:
-        here = jnp.all(jnp.array(result.participates, bool))
-        kept_mu = zip(grads, mu, strict=True)
-        mu = [jnp.where(here, forgotten(share, g, x), x) for g, x in kept_mu]
     if exchange.joins_leaves:
         parts, new = new, {}
         for k, bucket in enumerate(shared):
