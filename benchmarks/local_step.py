@@ -27,7 +27,6 @@ import report
 import lioncub_jax as lc
 from lioncub_jax import optimizers
 from lioncub_jax.exchange import decide, transform, wires
-from lioncub_jax.exchange.at_owner import AtOwner
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.plan import Exchange, Plan, make_plan
 from lioncub_jax.exchange.wires import pack_message, unpack_message
@@ -80,8 +79,8 @@ def voting(params: Any, **parts: Any) -> Candidate:
     codec = decision.codec_of(quantizer)
     exchange = Exchange(
         ("data",), group=(), momentum_rule=rule, message_codec=codec, decision=decision, wire=loopback(),
-        matrices=decision.matrices_of(params),
     )  # fmt: skip
+    exchange = transform.with_matrices(exchange, params)
     state = lc.communicate(workers="data", momentum=rule).init(params)
     leaves = jax.tree.leaves(params)
     plan = make_plan(exchange, leaves, WORKERS, devices=1)
@@ -92,7 +91,7 @@ def voting(params: Any, **parts: Any) -> Candidate:
         state = state._replace(mu=transform.flats([None] * len(shared), shared))
         error = transform.flats(error, shared)
     state = state._replace(error=error)
-    if decision.has_state:
+    if decision.init is not None:
         held = []
         for bucket in plan.buckets:
             chunk = jnp.zeros((bucket.layout.rows_per_chunk, ROW))
@@ -136,7 +135,7 @@ def muons(params: Any) -> dict[str, Candidate]:
     stacked = optax.contrib.muon(
         1e-4, consistent_rms=0.2, muon_weight_dimension_numbers=[numbers] * len(stacks)
     )
-    owner = AtOwner(optimizers.muon_of_matrix(), lc.decide.codes(2), optax.scale_by_adam(), None)
+    owner = decide.at_owner(optimizers.muon_of_matrix(), rest=optax.scale_by_adam())
     return {
         MUON: plain(optax.contrib.muon(1e-4, consistent_rms=0.2), params),
         f"{MUON}, stacked": plain(stacked, stacks)._replace(params=stacks),

@@ -28,7 +28,6 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from lioncub_jax.exchange import checks, decide, matrices, momentum, quantize, wires
-from lioncub_jax.exchange.at_owner import AtOwner
 from lioncub_jax.exchange.checks import (
     check_betas,
     check_count,
@@ -458,12 +457,8 @@ def owner(
     References:
       This library; feedback both ways as dist-EF-blockSGD (Zheng et al., arXiv 1905.10936).
     """
-    check_kinds(tx=(tx, optax.GradientTransformation), quantizer=(quantizer, Quantizer))
-    check_kinds(reply=(reply, ReplyCodec))
-    decision = decide.at_owner(tx, reply)
-    if rest is not None:
-        check_kinds(rest=(rest, optax.GradientTransformation))
-        decision = AtOwner(tx, reply, rest, dimension_numbers)
+    check_kinds(quantizer=(quantizer, Quantizer), reply=(reply, ReplyCodec))
+    decision = decide.at_owner(tx, reply, rest=rest, dimension_numbers=dimension_numbers)
     return communicate(
         workers=workers, momentum=momentum.nothing(), quantizer=quantizer, wire=wire,
         decision=decision, bucket_size=bucket_size,

@@ -145,7 +145,7 @@ MUTANTS = r"""
 - ((counted.present >> k) & 1)
 + ((jnp.uint32(fmt.num_workers) >> k) & 1)
 
-# exchange/at_owner.py: reference optimizer quantize contract
+# exchange/decide.py: reference optimizer quantize contract
 = known_elements: momentum at the owner fades although nobody came
 - jnp.isfinite(mean) & (present > 0)
 + jnp.isfinite(mean)
@@ -241,12 +241,12 @@ MUTANTS = r"""
 - rms * max(m, n) ** 0.5
 + rms * n**0.5
 
-# exchange/at_owner.py: muon contract
-= AtOwner.run: embeddings in the holes are taken for parts of matrices
+# exchange/decide.py: muon contract
+= run_matrices: embeddings in the holes are taken for parts of matrices
 - jnp.where(known & of_matrix, mean, jnp.nan)
 + jnp.where(known, mean, jnp.nan)
 
-= AtOwner.run: an owner takes the matrices of another
+= run_matrices: an owner takes the matrices of another
 - owners = context.worker * each + jnp.arange(each, dtype=jnp.int32)
 + owners = jnp.arange(each, dtype=jnp.int32)
 
@@ -295,7 +295,7 @@ MUTANTS = r"""
 + _seed(num_steps, _TIES)
 
 # exchange/votes.py: liars
-= Vote.decide: a worker that says that it abstains has a vote in an average
+= vote: a worker that says that it abstains has a vote in an average
 - sent = zero_unless(participates, received.planes, fmt)
 + sent = received.planes
 
@@ -352,7 +352,7 @@ MUTANTS = r"""
 - (mu, jax.tree.map(square, mu)), axis)
 + (mu, jax.tree.map(square, mu)), axis, jnp.bfloat16)
 
-# exchange/at_owner.py: accounting
+# exchange/decide.py: accounting
 = at_owner: what comes back of any transform is a sign, where no reply is named
 - codes(2) if reply is None else reply
 + sign() if reply is None else reply

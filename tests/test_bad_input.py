@@ -5,7 +5,6 @@ them in one place. Here are the tables of what is refused of one argument, one p
 """
 
 import contextlib
-import dataclasses
 import functools
 
 import jax
@@ -200,8 +199,7 @@ def test_more_workers_than_a_code_or_wire_can_count():
 
 def majority(**changed):
     """The majority, with another codec of its replies."""
-    majority = D.majority()
-    return dataclasses.replace(majority, reply_codec=majority.reply_codec._replace(**changed))
+    return D.vote(D.majority().reply_codec._replace(**changed), zero=False)
 
 
 FORMAT, ENCODE = D.majority().reply_codec.format, D.majority().reply_codec.encode

@@ -27,7 +27,6 @@ from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
 from lioncub_jax.exchange import layout, xla
-from lioncub_jax.exchange.checks import component
 from lioncub_jax.programs.compiled import collectives
 
 # Options under which nothing is rounded if gradients are small whole numbers, and at most the sum of
@@ -137,26 +136,19 @@ def test_one_worker_with_several_buckets_is_the_one_with_one():
     assert state.votes.abstained[:, 0].tolist() == [0, 1, 0, 0]
 
 
-@component
-class CountedVotes(lc.decide.Decision):
+def counted_votes():
     """The majority, and at the owner the number of votes on each element of its chunk."""
-
     votes = lc.decide.majority()
-    reply_codec = votes.reply_codec
-    has_state = True
 
-    def codec_of(self, quantizer):
-        return self.votes.codec_of(quantizer)
-
-    def init(self, rows, deal):
-        return jnp.zeros_like(rows)
-
-    def decide(self, received, context, state):
-        reply, _ = self.votes.decide(received, context, ())
+    def decide(received, context, state):
+        reply, _ = votes.decide(received, context, ())
         return reply, state + 1
 
-    def decide_locally(self, mean, present, context, state):
+    def decide_locally(mean, present, context, state):
         return mean, state + present
+
+    first = lambda rows, deal: jnp.zeros_like(rows)  # noqa: E731
+    return votes._replace(decide=decide, init=first, decide_locally=decide_locally)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -165,7 +157,7 @@ def test_a_decision_of_votes_may_keep_a_state(workers):
     parts = {"momentum": lc.momentum.nothing(), "workers": AXIS}
     txs = {
         "plain": lc.communicate(decision=lc.decide.majority(), **parts),
-        "counted": lc.communicate(decision=CountedVotes(), **parts),
+        "counted": lc.communicate(decision=counted_votes(), **parts),
     }
     done = run_workers(txs, params, grads)
     (plain, _), (counted, state) = done["plain"], done["counted"]

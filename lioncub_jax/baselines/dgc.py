@@ -34,7 +34,7 @@ from jax.typing import ArrayLike
 
 from lioncub_jax.baselines import compression
 from lioncub_jax.baselines.compression import Leaves
-from lioncub_jax.exchange import at_owner, checks, wires
+from lioncub_jax.exchange import checks, decide, wires
 from lioncub_jax.exchange.checks import check_betas, check_number
 from lioncub_jax.exchange.mapped import Holder
 from lioncub_jax.mesh import axes
@@ -236,7 +236,7 @@ def _send(
     # choose the same order twice, so that replicas would drift.
     first = add(0, [jnp.zeros(v.size, jnp.float32) for v in residual])
     sums = lax.fori_loop(1, len(flags), add, first)
-    share = at_owner.share(present)
+    share = decide.share(present)
     means = [(x * share).reshape(v.shape) for x, v in zip(sums, residual, strict=True)]
     velocity = [_without(x, sent) for x, sent in zip(velocity, indices, strict=True)]
     residual = [_without(x, sent) for x, sent in zip(residual, indices, strict=True)]

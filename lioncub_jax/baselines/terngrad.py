@@ -9,12 +9,12 @@ from jax.typing import ArrayLike
 
 from lioncub_jax.baselines import compression
 from lioncub_jax.exchange import bits, quantize, wires
-from lioncub_jax.exchange.at_owner import itself
 from lioncub_jax.exchange.checks import check_betas, check_number
+from lioncub_jax.exchange.decide import itself
 from lioncub_jax.exchange.momentum import nothing
 from lioncub_jax.exchange.quantize import Context
 from lioncub_jax.exchange.transform import communicate
-from lioncub_jax.exchange.votes import Planes, ReplyCodec, Tally, Vote
+from lioncub_jax.exchange.votes import Decision, Planes, ReplyCodec, Tally, vote
 from lioncub_jax.exchange.wires import Format
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import AxisName
@@ -22,7 +22,7 @@ from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.optimizers import Mask, descending
 
 
-def total() -> Vote:
+def total() -> Decision:
     """``u = sum_i v_i / 2``, in whole numbers of codes: the planes of the sum.
 
     For codes with a zero: workers that abstain add nothing, and the number of votes need not travel.
@@ -45,7 +45,7 @@ def total() -> Vote:
         return fmt.reply(fmt.max_sum.bit_length(), 0)
 
     codec = ReplyCodec("total", encode, decode, reply_format, itself, value)
-    return Vote(codec, zero=True, divides_by_present=True)
+    return vote(codec, zero=True, divides_by_present=True)
 
 
 def terngrad(

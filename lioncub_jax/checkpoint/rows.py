@@ -16,8 +16,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import matrices, wires
-from lioncub_jax.exchange.at_owner import MatricesAndRest
 from lioncub_jax.exchange.bits import ROW, common_dtype, round_up
+from lioncub_jax.exchange.decide import MatricesAndRest
 from lioncub_jax.exchange.layout import BucketLayout
 from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.mesh.axes import names, worker_index

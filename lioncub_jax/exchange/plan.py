@@ -179,7 +179,7 @@ def make_plan(exchange: Exchange, leaves: Sequence[Any], num_workers: int, devic
     nothing: Any = None
     fixed = exchange._replace(momentum_rule=nothing, decision=nothing)
     facts = num_workers, devices, mesh, xla.for_tpu()
-    return _planned(fixed, decision.reply_codec, decision.has_state, types, *facts)
+    return _planned(fixed, decision.reply_codec, decision.init is not None, types, *facts)
 
 
 @functools.lru_cache(maxsize=64)

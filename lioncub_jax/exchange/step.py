@@ -11,11 +11,11 @@ or are in `wires`: *interpolate* is `piece_input`, *decide* a method of the deci
     interpolate  c_i = b1 mu_i + (1 - b1) g_i                worker i            momentum.py
     encode       q_i = Q(c_i + e_i)                                              quantize.py
     collect      all-to-all: chunk j of q_i to owner j                           wires.py
-    decide       u_j, s_j = decide(q_1, ..., q_W; s_j)       owner j             votes.py, at_owner.py
-                 r_j = R(u_j + f_j)                                              votes.py, at_owner.py
-                 f_j = u_j + f_j - dequantize(r_j)                               at_owner.py
+    decide       u_j, s_j = decide(q_1, ..., q_W; s_j)       owner j             votes.py, decide.py
+                 r_j = R(u_j + f_j)                                              votes.py, decide.py
+                 f_j = u_j + f_j - dequantize(r_j)                               decide.py
     publish      all-gather of r_j                                               wires.py
-    decode       u = dequantize(r_1, ..., r_W)               every worker        votes.py, at_owner.py
+    decode       u = dequantize(r_1, ..., r_W)               every worker        votes.py, decide.py
     remember     e_i = keep * (c_i + e_i - dequantize(q_i))  worker i            step.py
                  mu_i = b2 mu_i + (1 - b2) g_i                                   momentum.py
                  (after a coded sync mu_i = u + e_i, see `sync.coded`)
@@ -233,7 +233,7 @@ def single_worker_step(
     present = 1 - abstains.astype(jnp.uint32)
 
     decided, new_owner_states = list(values), list(owner_states)
-    if decision.has_state:
+    if decision.decide_locally is not None:
         for k, bucket in enumerate(plan.buckets):
             rows = bucket.layout.join(values)
             context = decision_context(exchange.message_codec, plan, bucket, sharded=False)

@@ -146,7 +146,7 @@ def communicate(
     axis, group = placement.worker_axes(workers)
     if group:
         check_group(quantizer, codec)
-    if decision.of_matrices and bucket_size is not None:
+    if decision.matrices_of is not None and bucket_size is not None:
         raise ValueError(
             f"bucket_size={bucket_size!r}: whole matrices are dealt once, over all owners: leave it out"
         )
@@ -197,8 +197,8 @@ def init_state(exchange: Exchange, params: optax.Params) -> CommunicateState:
     else:
         mu, error = exchange.momentum_rule.init(params), zero_errors(exchange.message_codec, params)
         owner = ()
-        exchange = exchange._replace(matrices=exchange.decision.matrices_of(params))
-        if group or exchange.decision.has_state:
+        exchange = with_matrices(exchange, params)
+        if group or exchange.decision.init is not None:
             axes.check_bound(exchange.axis, group)  # chunks are those of workers
             # As gradients vary, from which buckets are made.
             params = axes.varying(params, (*exchange.axis, *group))
@@ -220,16 +220,26 @@ def update_state(
     """Checks the arguments and takes a step: ``u`` of each leaf, and the next state."""
     axis, group = exchange.axis, exchange.group
     specs = state.specs.params if isinstance(state.specs, StateSpecs) else None
-    kept = () if group or exchange.decision.of_matrices else (state.mu, state.error)
+    kept = () if group or exchange.decision.matrices_of is not None else (state.mu, state.error)
     abstain = checks.check_abstain(abstain, extra)
     updates = checks.check_update(updates, params, state.count, kept, axis, group)
-    exchange = exchange._replace(matrices=exchange.decision.matrices_of(updates, specs))
+    exchange = with_matrices(exchange, updates, specs)
     # Results have the sharding of what they replace. An exchange is a pytree of its numbers, which go along
     # as replicated arrays.
     args = exchange, updates, state, abstain
     in_step = specs_in_step((*axis, *group), updates, state)
     like = updates, state
     return placement.on_shards(update_on_device, args, like, in_step and (P(), *in_step))
+
+
+def with_matrices(
+    exchange: Exchange, params: optax.Params, specs: Sequence[P] | None = None
+) -> Exchange:
+    """The exchange with the matrices of these leaves, where its decision is about whole ones."""
+    matrices_of = exchange.decision.matrices_of
+    return (
+        exchange if matrices_of is None else exchange._replace(matrices=matrices_of(params, specs))
+    )
 
 
 # --- State
@@ -253,10 +263,11 @@ def stand_ins(exchange: Exchange, params: optax.Params) -> tuple[Any, Any, Any]:
 
     A tree of other arrays than the parameters' is one number, 0.
     """
-    codec, whole = exchange.message_codec, not (exchange.group or exchange.decision.of_matrices)
+    codec, decision = exchange.message_codec, exchange.decision
+    whole = not exchange.group and decision.matrices_of is None
     mu = params if whole and jax.tree.leaves(exchange.momentum_rule.init(jnp.zeros(1))) else 0
     error = params if whole and codec.error_dtype is not None else 0
-    return mu, error, 0 if exchange.decision.has_state else ()
+    return mu, error, 0 if decision.init is not None else ()
 
 
 def zero_errors(codec: Codec, params: optax.Params) -> optax.Params:
@@ -280,11 +291,12 @@ def init_shared(
 
 def init_owner_states(exchange: Exchange, params: optax.Params) -> tuple[Flat, ...]:
     """``s`` of the chunk of each bucket that this worker owns; () for decisions without state."""
+    if exchange.decision.init is None:
+        return ()
     plan = plan_on_device(exchange, jax.tree.leaves(params))
     states, sharded = [], exchange.wire.sharded
-    buckets = plan.buckets if exchange.decision.has_state else ()
     own = exchange.axis if sharded or plan.num_workers == 1 else ()
-    for bucket_plan in buckets:
+    for bucket_plan in plan.buckets:
         bucket = bucket_plan.layout
         over = (*own, *[n for n in bucket.axes if n not in exchange.axis])
         rows = bucket.rows_per_chunk if sharded else bucket.rows
@@ -293,7 +305,7 @@ def init_owner_states(exchange: Exchange, params: optax.Params) -> tuple[Flat, .
         arrays, tree = jax.tree.flatten(state)
         arrays = [axes.varying(x, over) if x.ndim else x for x in arrays]
         states.append(jax.tree.unflatten(tree, arrays))
-    return flats(states, [x.layout for x in buckets])
+    return flats(states, [x.layout for x in plan.buckets])
 
 
 def flats(values: Sequence[Any], buckets: Sequence[BucketLayout | Deal]) -> tuple[Flat, ...]:
@@ -333,7 +345,7 @@ def take_step(
     else:
         kept = tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error)
     layouts = [x.layout for x in plan.buckets]
-    layout.check_order(state.owner, layouts if exchange.decision.has_state else [])
+    layout.check_order(state.owner, [] if exchange.decision.init is None else layouts)
     owner_states = [x.value for x in state.owner] or [()] * len(layouts)
 
     result = step(exchange, plan, grads, *kept, owner_states, abstain)

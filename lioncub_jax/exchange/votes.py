@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import bits
 from lioncub_jax.exchange.bits import BLOCK, ROW
-from lioncub_jax.exchange.checks import component, static
 from lioncub_jax.exchange.matrices import Deal, Matrices
 from lioncub_jax.exchange.quantize import Codec, Context, Quantizer
 from lioncub_jax.exchange.wires import (
@@ -67,71 +66,53 @@ class ReplyCodec(NamedTuple):
         return f"<{type(self).__name__} {self.name}>"
 
 
-class Decision:
+class Decision(NamedTuple):
     """The decision on a chunk of rows: pure functions of what workers sent, and of the owner's state.
 
-    Abstract: of the two that the library has, `Vote` counts, and `at_owner` runs an optimizer. A subclass
-    has ``reply_codec``, `codec_of` and `decide`; with ``has_state`` also `init` and `decide_locally`. It
-    talks to no other worker, because the wire does; of whole matrices it talks to the other devices of its
-    worker. It is a pytree of its numbers (`checks.component`), since they may be traced arrays.
+    Built by the functions of `decide`. It talks to no other worker, because the wire does; of whole
+    matrices it talks to the other devices of its worker. A number that may be traced is an argument of a
+    ``jax.tree_util.Partial``, and so a leaf.
+
+    Attributes:
+      name: for errors and reports.
+      reply_codec: encodes the reply, and decodes it to ``u``.
+      codec_of: the `Codec` of a `Quantizer` whose codes it takes; ``ValueError`` for one that has none.
+      decide: ``(received, Context, state) -> (Reply, state)`` about the chunks of the context: one, or all
+        W if the wire is not ``sharded``. Received is an `Inbox` of all workers' messages, or ``Sums`` from
+        a wire that adds. The reply is in the format of ``reply_codec``, with ``received.present``. If no
+        worker is present, the state stays, but for counters.
+      init: ``(float[rows, 128], deal) -> state`` of the owner of a chunk; ``deal`` of its leaves, if they
+        are dealt. None for a decision whose state is always ().
+      decide_locally: with ``init``, ``(mean, present, Context, state) -> (u, state)`` of a single worker:
+        ``mean`` is ``c + e`` of a bucket, ``float32[rows, 128]`` as ``u``; ``present`` is ``uint32[]``, 1,
+        or 0 if the worker abstains.
+      matrices_of: ``(params, specs) -> Matrices`` of each leaf, where a chunk is whole ones; else None.
 
     Example:
-      >>> from lioncub_jax import decide, quantize
-      >>> decide.majority().codec_of(quantize.midrise(3)).max_code(8)
-      7
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import decide
+      >>> votes = decide.majority()
+      >>> def counted(received, context, state):  # the owner counts its steps
+      ...     return votes.decide(received, context, ())[0], state + 1
+      >>> counting = votes._replace(
+      ...     decide=counted,
+      ...     init=lambda rows, deal: jnp.zeros((), jnp.int32),
+      ...     decide_locally=lambda mean, present, context, state: (mean, state + 1),
+      ... )
     """
 
+    name: str
     reply_codec: ReplyCodec
-    has_state = False  # whether the owner of a chunk keeps a state
-    of_matrices = False  # whether a chunk is whole matrices, see `matrices`
+    codec_of: Callable[[Quantizer], Codec]
+    decide: Callable[[Inbox | Sums, Context, Any], tuple[Reply, Any]]
+    init: Callable[[jax.Array, Deal | None], Any] | None = None
+    decide_locally: Callable[[jax.Array, jax.Array, Context, Any], tuple[jax.Array, Any]] | None = (
+        None
+    )
+    matrices_of: Callable[[optax.Params, Sequence[P] | None], tuple[Matrices, ...]] | None = None
 
-    @property
-    def name(self) -> str:
-        """For errors and reports."""
-        return self.reply_codec.name
-
-    def matrices_of(
-        self, params: optax.Params, specs: Sequence[P] | None = None
-    ) -> tuple[Matrices, ...] | None:
-        """The matrices of each leaf, if ``of_matrices``; see `matrices.matrices_of`."""
-        return None
-
-    def codec_of(self, quantizer: Quantizer) -> Codec:
-        """The codec of a quantizer whose codes it takes; ``ValueError`` where the quantizer has none."""
-        raise NotImplementedError
-
-    def init(self, rows: jax.Array, deal: Deal | None) -> optax.OptState:
-        """The owner's state of a chunk ``float[rows, 128]``, if ``has_state``; ``deal`` of its leaves."""
-        raise NotImplementedError
-
-    def decide(
-        self, received: Inbox | Sums, context: Context, state: optax.OptState
-    ) -> tuple[Reply, optax.OptState]:
-        """The reply about the chunks of ``context``, and the next state.
-
-        Args:
-          received: messages of all workers; ``Sums`` from a wire that adds.
-          context: the chunks: one, or all W if the wire is not ``sharded``.
-          state: the owner's, as `init` makes it; () without ``has_state``.
-
-        Returns:
-          A reply in the format of ``reply_codec``, with ``received.present``; the next state, unchanged if
-          no worker is present, but for counters.
-        """
-        raise NotImplementedError
-
-    def decide_locally(
-        self, mean: jax.Array, present: jax.Array, context: Context, state: optax.OptState
-    ) -> tuple[jax.Array, optax.OptState]:
-        """The result ``float32[rows, 128]`` of a single worker, if ``has_state``, and the next state.
-
-        Args:
-          mean: ``c + e`` of a bucket, ``float32[rows, 128]``.
-          present: ``uint32[]``, 1; 0 if the worker abstains.
-          context: of these rows.
-          state: the owner's.
-        """
-        raise NotImplementedError
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
 
 
 class Tally(NamedTuple):
@@ -213,11 +194,12 @@ def pairs_of_votes(counted: Tally, context: Context) -> tuple[jax.Array, jax.Arr
     return bits.add_numbers(unlike, largest), jnp.sum(in_row, axis=-1)
 
 
-@component
-class Vote(Decision):
+def vote(
+    reply_codec: ReplyCodec, *, zero: bool | None = None, divides_by_present: bool = False
+) -> Decision:
     """A decision on counted votes: `majority`, `ternary`, `average`.
 
-    Attributes:
+    Args:
       reply_codec: encodes what was counted.
       zero: True where it takes codes with a zero only, False where only others; None for either.
       divides_by_present: the sum is divided by the number of workers that say they participate. Then codes
@@ -225,28 +207,23 @@ class Vote(Decision):
 
     Example:
       >>> from lioncub_jax import decide
-      >>> isinstance(decide.average(), decide.Vote)
-      True
+      >>> decide.vote(decide.average().reply_codec).name
+      'average'
     """
 
-    reply_codec: ReplyCodec
-    zero: bool | None = static(default=None)
-    divides_by_present: bool = static(default=False)
-
-    def codec_of(self, quantizer: Quantizer) -> Codec:
-        """The votes of a quantizer."""
-        given, codec = f"decision={self.name}: {quantizer.name}", quantizer.vote
+    def codec_of(quantizer: Quantizer) -> Codec:
+        given, codec = f"decision={reply_codec.name}: {quantizer.name}", quantizer.vote
         if codec is None:
             raise ValueError(
                 f"{given} has no codes to count, for values that travel as "
                 "they are, error feedback and rotation are of values that an owner decodes: give "
                 "decision=at_owner(tx), or a quantizer without them, such as sign()"
             )
-        if self.zero is False and codec.midtread:
+        if zero is False and codec.midtread:
             raise ValueError(
                 f"{given} has a code for zero, and its ties are zeros: give ternary() or average()"
             )
-        if self.zero and not codec.midtread:
+        if zero and not codec.midtread:
             raise ValueError(
                 f"{given} has no code for zero, so a sum without "
                 "the number of votes is no result: give average()"
@@ -254,21 +231,20 @@ class Vote(Decision):
         return codec
 
     def decide(
-        self, received: Inbox | Sums, context: Context, state: optax.OptState
-    ) -> tuple[Reply, optax.OptState]:
-        """Counts the votes, and replies."""
+        received: Inbox | Sums, context: Context, state: tuple[()]
+    ) -> tuple[Reply, tuple[()]]:
         fmt = context.format
-        if self.divides_by_present and fmt.midtread and isinstance(received, Inbox):
+        if divides_by_present and fmt.midtread and isinstance(received, Inbox):
             participates = received.participates[:, None, None] > 0
             sent = zero_unless(participates, received.planes, fmt)
             received = received._replace(planes=sent)
         counted = tally(received, fmt)
-        planes, row_data = self.reply_codec.encode(counted, context)
-        pairs: Sequence[jax.Array] = ()
-        if fmt.counts_pairs:
-            pairs = pairs_of_votes(counted, context)
+        planes, row_data = reply_codec.encode(counted, context)
+        pairs = pairs_of_votes(counted, context) if fmt.counts_pairs else ()
         ties = number_of_ties(counted.tied, counted.moved, context)
         return Reply(planes, row_data, ties, pairs, received.present), state
+
+    return Decision(reply_codec.name, reply_codec, codec_of, decide)
 
 
 def majority() -> Decision:
@@ -285,7 +261,7 @@ def majority() -> Decision:
     def encode(counted: Tally, context: Context) -> tuple[Planes, jax.Array | None]:
         return [with_tie_bits(counted.positive, counted.tied, context)], counted.moved
 
-    return Vote(ReplyCodec("majority", encode, decode_signs, signs_format, jnp.sign), zero=False)
+    return vote(ReplyCodec("majority", encode, decode_signs, signs_format, jnp.sign), zero=False)
 
 
 def ternary() -> Decision:
@@ -313,7 +289,7 @@ def ternary() -> Decision:
     def reply_format(fmt: Format) -> Format:
         return fmt.reply(2, 0)
 
-    return Vote(ReplyCodec("ternary", encode, decode, reply_format, jnp.sign, value))
+    return vote(ReplyCodec("ternary", encode, decode, reply_format, jnp.sign, value))
 
 
 def average() -> Decision:
@@ -367,7 +343,7 @@ def average() -> Decision:
         return fmt.reply(fmt.max_sum.bit_length(), row_words)
 
     codec = ReplyCodec("average", encode, decode, reply_format, jnp.sign, value)
-    return Vote(codec, divides_by_present=True)
+    return vote(codec, divides_by_present=True)
 
 
 # --- Signs in one bit, and the rows that move
