@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from lioncub_jax.exchange import bits, checks, decide, quantize, wires
@@ -73,13 +74,15 @@ def sgd_momentum(decay: ArrayLike, nesterov: bool = False) -> optax.GradientTran
 def on_devices(
     workers: AxisName | Workers,
     init: Callable[[optax.Params], Any],
-    step: Callable[[optax.Updates, Any, jax.Array], tuple[optax.Updates, Any]],
+    step: Callable[..., tuple[optax.Updates, Any]],
+    *numbers: ArrayLike,
 ) -> optax.GradientTransformationExtraArgs:
-    """A transform whose step ``(updates, state, abstain) -> (updates, state)`` runs on each device.
+    """A transform whose step runs on each device: ``(updates, state, abstain, *numbers)`` to the first two.
 
-    ``abstain``: ``bool[]``, whether the worker is asked to leave this step out.
+    ``abstain``: ``bool[]``, whether the worker is asked to leave this step out. Numbers of the method are
+    arguments: a traced one may lie on other axes, where no closure takes it.
     """
-    axis, _ = worker_axes(workers)
+    axis = sum(worker_axes(workers), ())
 
     def update(
         updates: optax.Updates,
@@ -94,9 +97,12 @@ def on_devices(
         abstain = checks.check_abstain(abstain, extra)
         updates = checks.check_leaves(updates)
         checks.check_local(updates, axis)
-        given = updates, state, jnp.zeros((), bool) if abstain is None else abstain
+        given = updates, state, jnp.zeros((), bool) if abstain is None else abstain, *numbers
+        specs = specs_in_step(axis, updates, state)
         # Results lie as the arguments that they replace.
-        return placement.on_shards(step, given, given[:2], specs_in_step(axis, updates, state))
+        return placement.on_shards(
+            step, given, given[:2], specs and (*specs, *[P()] * len(numbers))
+        )
 
     return on_workers(optax.GradientTransformationExtraArgs(init, update), workers)
 

@@ -34,24 +34,22 @@ Large-scale Training via 0/1 Adam" (arXiv 2202.06009).
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from lioncub_jax.baselines.compression import coded_mean
+from lioncub_jax.baselines import compression
 from lioncub_jax.exchange import checks, decide, quantize, wires
 from lioncub_jax.exchange.checks import check_betas, check_count, check_number
-from lioncub_jax.exchange.mapped import on_workers
 from lioncub_jax.exchange.transform import CommunicateState
-from lioncub_jax.mesh import axes, placement
+from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers, worker_axes
-from lioncub_jax.mesh.specs import StateSpecs, specs_in_step
+from lioncub_jax.mesh.specs import StateSpecs
 from lioncub_jax.optimizers import Mask, descending, owner
 from lioncub_jax.programs import scopes
 
@@ -179,7 +177,7 @@ def zero_one_adam(
     check_betas(b1=b1, b2=b2)
     wanted = "give a number above 0, such as 1e-8"
     check_number(f"eps={eps!r}", eps, lambda x: 0 < x < np.inf, wanted)
-    codes, axis = coded_mean(1, workers), worker_axes(workers)[0]
+    codes, axis = compression.coded_mean(1, workers), worker_axes(workers)[0]
     floats = owner(
         optax.identity(), workers=workers, quantizer=quantize.dense(), reply=decide.values(),
         wire=wires.all_reduce(),
@@ -193,28 +191,10 @@ def zero_one_adam(
         return OneBitAdamState(count, updates, mu, nu, codes.init(_wide(params)))
 
     def update(
-        grads: optax.Updates,
-        state: OneBitAdamState,
-        params: optax.Params | None = None,
-        *,
-        abstain: jax.Array | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, OneBitAdamState]:
-        del params
-        abstain = checks.check_abstain(abstain, extra)
-        grads = checks.check_leaves(grads)
+        grads: optax.Updates, state: OneBitAdamState, abstain: jax.Array,
+        b1: ArrayLike, b2: ArrayLike, eps: ArrayLike,
+    ) -> tuple[optax.Updates, OneBitAdamState]:  # fmt: skip
         checks.check_state(grads, state.mu)
-        given = grads, state, abstain, (b1, b2, eps)
-        specs = specs_in_step(sum(worker_axes(workers), ()), grads, state)
-        return placement.on_shards(update_on_device, given, (grads, state), specs and (*specs, P()))
-
-    def update_on_device(
-        grads: optax.Updates,
-        state: OneBitAdamState,
-        abstain: jax.Array | None,
-        numbers: tuple[ArrayLike, ArrayLike, ArrayLike],
-    ) -> tuple[optax.Updates, OneBitAdamState]:
-        b1, b2, eps = numbers  # a traced one may lie on other axes, where no closure takes it
         is_full = in_full(kappa, min(freeze_after, _NEVER), state.count)
 
         def in_floats(grads: optax.Updates, old: OneBitAdamState) -> OneBitAdamState:
@@ -258,7 +238,7 @@ def zero_one_adam(
 
         return jax.tree.map(direction, grads, mu, nu), state
 
-    direction = on_workers(optax.GradientTransformationExtraArgs(init, update), workers)
+    direction = compression.on_devices(workers, init, update, b1, b2, eps)
     return descending(direction, learning_rate, weight_decay, mask)
 
 

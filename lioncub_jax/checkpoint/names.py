@@ -6,13 +6,10 @@ from typing import Any
 
 import jax
 
-# How files name the fields of this library's states: a field may be called otherwise one day, as here by
-# {"its new name": "its name in files"}. The field that flax's boxes have is no part of a name, so that a
+# How files name a field that is called otherwise in its class, {"its name": "its name in files"}: one that
+# gets another name one day stands here. The field that flax's boxes have is no part of a name, so that a
 # module and a plain tree read each other.
-_FIELDS = """step params model_state opt_state rng local_state count mu error owner votes ties parameters
-abstained abstentions unlike pairs inner matrices rest syncs drift updates nu exchange velocity residual
-q"""
-NAMES = {name: name for name in _FIELDS.split()} | {"value": ""}
+NAMES = {"value": ""}
 
 
 def named(
