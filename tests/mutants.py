@@ -592,8 +592,8 @@ MUTANTS = r"""
 + "reverse": best == "max"
 
 = Checkpoints._read: a checksum that differs is restored
-- return restored(like, self.workers, saved, leaves, keep, about.sums), about.data
-+ return restored(like, self.workers, saved, leaves, keep), about.data
+- return restored(like, self.workers, saved, leaves, about.sums), about.data
++ return restored(like, self.workers, saved, leaves), about.data
 
 # checkpoint/manager.py: processes
 = Checkpoints._meet_in_background: a process whose write failed leaves the others waiting
@@ -629,17 +629,13 @@ MUTANTS = r"""
 + "count" not in fields and _STEP
 
 # checkpoint/convert.py: checkpoint contract
-= _resized: the last workers survive, with the momentum of others
-- x[: survive * keep]
-+ x[len(x) - survive * keep :]
-
-= _resized: what workers owed who left is lost
-- if owed and keep and count < rows:
-+ if owed and keep and count > rows:
+= _resized: those who go on get what the first worker had
+- merge_over_workers(x)
++ x[0]
 
 = _resized: newcomers draw the random numbers of those who were there
-- new.reshape(-1, *x.shape[1:])[survive:]
-+ x[index % rows][survive:]
+- new.reshape(-1, *x.shape[1:])[rows:]
++ x[index % rows][rows:]
 
 = entries: two leaves of one name write over each other
 - if name in inside or times > 1
@@ -684,10 +680,6 @@ MUTANTS = r"""
 = dgc: a stage of the warm-up begins one step late
 - state.count >= np.array
 + state.count > np.array
-
-= DGCState.holders: the residual of a worker that leaves goes with it
-- "residual": Holder.FEEDBACK
-+ "residual": Holder.WORKER
 
 = _send: the velocity of what is sent goes on
 - [_without(x, sent) for x, sent in zip(velocity, indices, strict=True)]

@@ -72,7 +72,7 @@ class DGCState(NamedTuple):
     @staticmethod
     def holders() -> dict[str, Holder]:
         """Names the holders of the fields, for checkpoints."""
-        return {"velocity": Holder.WORKER, "residual": Holder.FEEDBACK}
+        return {"velocity": Holder.WORKER, "residual": Holder.WORKER}
 
 
 def dgc(

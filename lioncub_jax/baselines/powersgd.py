@@ -73,7 +73,7 @@ class PowerSGDState(NamedTuple):
     @staticmethod
     def holders() -> dict[str, Holder]:
         """Names the holders of the fields, for checkpoints."""
-        return {"error": Holder.FEEDBACK}
+        return {"error": Holder.WORKER}
 
 
 def powersgd(

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lioncub_jax.checkpoint.convert import PER_WORKER, entries, joined
+from lioncub_jax.checkpoint.convert import entries, joined
 from lioncub_jax.checkpoint.names import named
+from lioncub_jax.exchange.mapped import Holder
 from lioncub_jax.mesh.placement import Workers
 
 # The step of a trainer's state, or of an nnx.Optimizer in a dict.
@@ -50,7 +51,7 @@ def carry_over(state: Any, workers: Workers, **fields: Any) -> Any:
 
     def put(name: str, value: Any) -> None:
         leaf, entry = types[name]
-        shape = leaf.shape[entry.holder in PER_WORKER :]
+        shape = leaf.shape[entry.holder is Holder.WORKER :]
         if jnp.shape(value) not in (shape, leaf.shape):
             raise ValueError(f"{name} has shape {list(shape)}: {list(jnp.shape(value))} was given")
         whole = jnp.broadcast_to(jnp.asarray(value, leaf.dtype), leaf.shape)

@@ -30,7 +30,6 @@ from lioncub_jax.mesh.hosts import is_key, key_words, put
 from lioncub_jax.mesh.placement import Workers, check_alive
 from lioncub_jax.mesh.specs import shard_shape, spec_of
 
-PER_WORKER = Holder.WORKER, Holder.FEEDBACK  # arrays with a leading axis of workers
 Leaves = Mapping[str, Any]
 
 
@@ -202,7 +201,7 @@ def _entry(name: str, x: Any, holder: Holder | None, workers: Workers) -> Entry:
             "nnx.state(model, nnx.Param), 'rest': nnx.state(model, nnx.Not(nnx.Param)), 'optimizer': "
             "optimizer}"
         )
-    if holder in PER_WORKER and x.size and not stacked and workers.num_gradients > 1:
+    if holder is Holder.WORKER and x.size and not stacked and workers.num_gradients > 1:
         # A false label, as of pmap's out_axes=None, which drops all values but one.
         raise ValueError(
             f"state.{name} has shape {x.shape} and is not cut over the workers, but each of "
@@ -260,7 +259,7 @@ def rows_of(
         )
     if shared and sum(len(x.segments) for x in shared) != sum(x.size > 0 for x in params.values()):
         return None  # of some parameters, and a bucket does not say of which
-    own, of = holder in PER_WORKER, [*params]
+    own, of = holder is Holder.WORKER, [*params]
     if not shared and len(found) != len(params):
         of = [name for name, _ in found]
     cuts = tuple((s.leaf, shared[s.leaf]) for s in flat.bucket.segments if shared and not own)
@@ -282,7 +281,6 @@ def restored(
     workers: Workers,
     saved: Leaves,
     read: Callable[[Leaves], dict[str, jax.Array]],
-    keep: bool = False,
     sums: Leaves | None = None,
 ) -> Any:
     """A state of leaves that were saved.
@@ -292,7 +290,6 @@ def restored(
       workers: the workers, on its mesh.
       saved: types of all leaves, by their names.
       read: reads some to where it is told to, with a first dimension that may be longer than theirs.
-      keep: workers that survive keep what is theirs; else all get the mean.
       sums: checksums of the leaves.
 
     Raises:
@@ -318,8 +315,8 @@ def restored(
         if name not in leaves:  # not measured
             leaves[name] = jnp.full(leaf.shape, -1, leaf.dtype, device=leaf.sharding)
         elif not leaf.shape == saved[name].shape == leaves[name].shape:
-            key, owed = is_key(entry.x) and entry.x.dtype, entry.holder is Holder.FEEDBACK
-            x = _resized(leaf, rows[name], keep, key, owed, leaves[name])
+            key = entry.x.dtype if is_key(entry.x) else None
+            x = _resized(leaf, rows[name], key, leaves[name])
             leaves[name] = jax.block_until_ready(x)  # XLA's CPU runs few collectives at once
     return joined(like, found, leaves)
 
@@ -344,7 +341,7 @@ def _check_same_model(saved: Leaves, wanted: Leaves, measured: tuple[str, ...], 
             continue  # the next measurement replaces it
         # Over one worker it may not show that an array has an axis of workers.
         one = count == 1 and not name.startswith("params.") and np.shape(new)[:1] == (1,)
-        skip = one or bool(entry and entry.holder in PER_WORKER)
+        skip = one or bool(entry and entry.holder is Holder.WORKER)
         dtype = not (entry and entry.rows)  # a bucket has the widest dtype of its leaves
         in_it, asked = (
             None if x is None else f"{str(x.dtype) * dtype}{list(x.shape[skip:])}"
@@ -362,26 +359,20 @@ def _check_same_model(saved: Leaves, wanted: Leaves, measured: tuple[str, ...], 
         )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _resized(to: Any, rows: int, keep: bool, key: Any, owed: bool, x: jax.Array) -> jax.Array:
-    """The first rows of a leaf, ``[workers, ...]``, for another number of workers.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _resized(to: Any, rows: int, key: Any, x: jax.Array) -> jax.Array:
+    """The first rows of a leaf, ``[workers, ...]``, for another number of workers: each gets the mean.
 
-    Survivors keep theirs, where ``keep`` says so, and all others get the mean. The mean of what is
-    ``owed``, of error feedback, stays as it was: no error is lost with its worker.
+    So no error of feedback is lost with its worker. Survivors keep their random keys.
     """
     x, count = x[:rows], to.shape[0]
-    survive, mean = min(count, rows), merge_over_workers(x)
     if key:  # newcomers fold their index into one of those who were there
         index = jnp.arange(count)
         keys = jax.random.wrap_key_data(x, impl=key)[index % rows].reshape(count, -1)
         new = jax.random.key_data(jax.vmap(jax.vmap(jax.random.fold_in, (0, None)))(keys, index))
-        new = jnp.concatenate([x[:survive], new.reshape(-1, *x.shape[1:])[survive:]])
+        new = jnp.concatenate([x[:count], new.reshape(-1, *x.shape[1:])[rows:]])
     elif count == rows:
         new = x
     else:
-        kept = x[: survive * keep]
-        new = jnp.broadcast_to(mean, (count - len(kept), *x.shape[1:])).astype(x.dtype)
-        new = jnp.concatenate([kept, new])
-        if owed and keep and count < rows:
-            new = (new.astype(mean.dtype) + mean - merge_over_workers(new)).astype(x.dtype)
+        new = jnp.broadcast_to(merge_over_workers(x), to.shape).astype(x.dtype)
     return lax.with_sharding_constraint(new, to.sharding)

@@ -26,7 +26,6 @@ from lioncub_jax.mesh.placement import Workers
 
 FORMAT = 5  # 1 to 4: versions 0.1 to 0.4
 ABOUT, STATE = "about.lioncub", "state"
-RULES = ("mean", "keep")
 PART = 2**25  # bytes that are read back at once, and whole leaves
 _KINDS: tuple[Any, ...] = (dict, list, tuple)
 # No type of orbax's errors tells damage from a disk or a network that fails, but these words do.
@@ -35,9 +34,7 @@ _FAILS = re.compile(
 )
 
 
-def restore(
-    item: str | os.PathLike[str], like: Any, workers: Workers, *, on_resize: str = "mean"
-) -> Any:
+def restore(item: str | os.PathLike[str], like: Any, workers: Workers) -> Any:
     """Reads a `portable` state that any program saved by orbax, onto any mesh and any number of workers.
 
     Args:
@@ -45,9 +42,8 @@ def restore(
       like: a fresh state of the kind that was saved, on the present mesh, such as that of
         `init_state`; or a ``ShapeDtypeStruct`` with its sharding for each array. What lies on no mesh comes
         back as the same everywhere.
-      workers: the workers, on that mesh.
-      on_resize: for another number of workers. ``"mean"``: all get the mean over the workers there were.
-        ``"keep"``: workers that survive keep what is theirs, and newcomers get the mean.
+      workers: the workers, on that mesh. Where there are more or fewer than were saved, each gets the mean
+        of what was each worker's own.
 
     Returns:
       A state like ``like``.
@@ -69,7 +65,6 @@ def restore(
 
     Source: this library.
     """
-    check_rule(on_resize)
     folder = check_directory(item)
     if not folder.exists():
         raise FileNotFoundError(f"there is no folder {folder}")
@@ -77,13 +72,7 @@ def restore(
         tree = ocp.PyTreeCheckpointHandler().metadata(folder).tree
     leaves = named(tree, lambda x: hasattr(x, "shape"))
     saved = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in leaves}
-    return restored(like, workers, saved, lambda x: read(folder, x), on_resize == "keep")
-
-
-def check_rule(on_resize: str) -> None:
-    """Raises ``ValueError`` unless it is a rule for another number of workers."""
-    if on_resize not in RULES:
-        raise ValueError(f"on_resize={on_resize!r}: give one of {', '.join(map(repr, RULES))}")
+    return restored(like, workers, saved, lambda x: read(folder, x))
 
 
 def check_directory(given: str | os.PathLike[str]) -> epath.Path:

@@ -226,18 +226,17 @@ class Checkpoints:
             self.wait()
         return True
 
-    def restore(self, like: Any, *, step: int | None = None, on_resize: str = "mean") -> Restored:
+    def restore(self, like: Any, *, step: int | None = None) -> Restored:
         """Reads a checkpoint onto the mesh on which ``like`` lies; it changes nothing in the folder.
 
-        With as many workers as before, every number is what it was. With another number of them, each
-        worker's own momentum follows ``on_resize``; error feedback keeps its mean over the workers; of
-        model state floats are averaged, the largest of whole numbers is taken, and random keys stay
-        with newcomers folding in their index. What owners hold is one for all and is cut anew.
+        With as many workers as before, every number is what it was. With another number of them, what was
+        each worker's own, such as momentum and errors, is averaged; of whole numbers the largest is taken,
+        and random keys stay, with newcomers folding in their index. What owners hold is one for all and is
+        cut anew.
 
         Args:
           like: as in `lioncub_jax.checkpoint.restore`.
           step: which; None for the newest that is whole.
-          on_resize: likewise.
 
         Returns:
           A ``Restored``.
@@ -255,8 +254,7 @@ class Checkpoints:
         Example:
           See `Checkpoints`.
         """
-        files.check_rule(on_resize)
-        found = self._newest_whole("restore", like, step, "", on_resize == "keep")
+        found = self._newest_whole("restore", like, step, "")
         self._restored = found.step
         return found
 
@@ -274,7 +272,7 @@ class Checkpoints:
         Raises:
           ValueError: if the parameters have other names, shapes or dtypes; else as `restore`.
         """
-        found = self._newest_whole("restore_params", {"params": like}, step, "params", False)
+        found = self._newest_whole("restore_params", {"params": like}, step, "params")
         return found._replace(state=found.state["params"])
 
     def best(self) -> int | None:
@@ -427,9 +425,7 @@ class Checkpoints:
 
     # --- Reading
 
-    def _newest_whole(
-        self, call: str, like: Any, step: int | None, part: str, keep: bool
-    ) -> Restored:
+    def _newest_whole(self, call: str, like: Any, step: int | None, part: str) -> Restored:
         """Reads a step, or the newest that is whole: leaves with names that begin with ``part``."""
         self._settle()
         passed: dict[int, str] = {}
@@ -440,7 +436,7 @@ class Checkpoints:
                 break
             at, folder = left[-1], self.directory / str(left[-1])
             try:
-                return Restored(*self._read(call, folder, like, part, keep), at)
+                return Restored(*self._read(call, folder, like, part), at)
             except Damaged as error:
                 if at not in gathered_json(self.steps())[0]:
                     continue  # it was deleted meanwhile, as newer ones are complete
@@ -455,14 +451,14 @@ class Checkpoints:
         of = "" if step is None else f" of step {step}"
         raise FileNotFoundError(f"no checkpoint{of} in {self.directory}; there are {steps}")
 
-    def _read(self, call: str, folder: Any, like: Any, part: str, keep: bool) -> tuple[Any, Any]:
+    def _read(self, call: str, folder: Any, like: Any, part: str) -> tuple[Any, Any]:
         about = self._together(call, lambda: files.described(folder))
         saved = {name: x for name, x in about.leaves.items() if name.startswith(part)}
 
         def leaves(places: Leaves) -> dict[str, Any]:
             return self._together(call, lambda: files.read(folder / STATE, places))
 
-        return restored(like, self.workers, saved, leaves, keep, about.sums), about.data
+        return restored(like, self.workers, saved, leaves, about.sums), about.data
 
 
 _KINDS: dict[str, type[Exception]] = {x.__name__: x for x in (Damaged, Unequal, ValueError)}

@@ -45,12 +45,11 @@ class Holder(enum.StrEnum):
     ALL = "all"  # one value, the same everywhere
     WORKER = "worker"  # each worker its own
     FRONT = "front"  # likewise, by its place in front of an exchange
-    FEEDBACK = "feedback"  # each worker its own error; their mean over the workers must be kept
     OWNER = "owner"  # the owner of each chunk of a bucket its own
     MEASURED = "measured"  # one value, the same everywhere, which the next measurement replaces
 
 
-OWN = {Holder.WORKER, Holder.FEEDBACK, Holder.FRONT}
+OWN = {Holder.WORKER, Holder.FRONT}
 _SEQUENCES = tuple, list, OrderedDict  # the states of optax.chain and named_chain, in order
 # Of optax's own wrappers, those with arrays of which their place does not say enough.
 _DECLARED = {

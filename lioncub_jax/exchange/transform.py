@@ -83,7 +83,7 @@ class CommunicateState(NamedTuple):
     @staticmethod
     def holders() -> dict[str, Holder]:
         """Holders of the fields, for checkpoints."""
-        return {"mu": Holder.WORKER, "error": Holder.FEEDBACK, "owner": Holder.OWNER}
+        return {"mu": Holder.WORKER, "error": Holder.WORKER, "owner": Holder.OWNER}
 
 
 def communicate(
