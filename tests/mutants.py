@@ -686,15 +686,15 @@ MUTANTS = r"""
 + velocity
 
 # baselines/one_bit_adam.py: one_bit baselines contract
-= in_full: the warm-up is one step longer
-- count < end
-+ count <= end
+= one_bit_adam: the warm-up is one step longer
+- state.count < last
++ state.count <= last
 
-= zero_one_adam: a frozen variance is corrected by all steps
-- jnp.maximum(state.updates, 1)
+= one_bit_adam: a frozen variance is corrected by all steps
+- jnp.clip(state.count, 1, last)
 + jnp.maximum(state.count, 1)
 
-= zero_one_adam: what never had a gradient moves
+= one_bit_adam: what never had a gradient moves
 - some & (v > 0)
 + some
 
@@ -719,11 +719,6 @@ MUTANTS = r"""
 = terngrad: terngrad clips at the deviation of a part of a leaf
 - max(g.size * axes.shard(g, axis)[1], 1)
 + max(g.size, 1)
-
-# baselines/ef_signsgd.py: baselines contract
-= ef_signsgd: with feedback weights grow and do not decay
-- return -rate *
-+ return rate *
 
 # baselines/diloco.py: baselines contract local_steps
 = diloco: the outer step does not look ahead

@@ -64,7 +64,6 @@ RULES = {
     "sync": Rule(sync.synced(VOTE, even)),
     "sync in codes": Rule(sync.synced(VOTE, even, coded=1)),
     "mean": Rule(baselines.averaged(optax.trace(0.5)), 1),
-    "EF-signSGD": Rule(baselines.ef_signsgd(0.125), 1),
     "coded mean": Rule(baselines.diloco(0.7, 0.9, 4), 1),
     "TernGrad": Rule(baselines.terngrad(momentum=0.5), 1, sevens),
     "QSGD": Rule(baselines.qsgd(4, momentum=0.5), 1, sevens),
@@ -72,7 +71,6 @@ RULES = {
     "PowerSGD": Rule(powersgd.powersgd(SGD, 1), 1),
     "PowerSGD in codes": Rule(powersgd.powersgd(SGD, 1, bits=4), 1),
     "1-bit Adam": Rule(one_bit_adam.one_bit_adam(eps=0.0, warmup=1)),
-    "0/1 Adam": Rule(one_bit_adam.zero_one_adam(eps=0.0, kappa=1)),
 }
 LEAVES = {"a": (5, 43), "b": (200,), "empty": (0, 2)}
 STEPS, WORKERS = 3, 3

@@ -5,8 +5,7 @@
 | `global_gradients(tx)` | its gradient, float32 | (all-reduce) the mean | optax, on the mean |
 | `signsgd` | 1 bit of its gradient | the majority, 1 bit | Bernstein et al., arXiv 1802.04434 |
 | `signum` | 1 bit of its momentum | the majority, 1 bit | Bernstein et al., arXiv 1810.05291 |
-| `ef_signsgd` | 1 bit and a scale for each row of 128, with feedback | the same | 1901.09847, 1905.10936 |
-| `one_bit_adam`, `zero_one_adam` | as above its momentum, or floats | the same | 2102.02888, 2202.06009 |
+| `one_bit_adam` | floats, then 1 bit and a scale for each row of 128 | the same | 2102.02888 |
 | `terngrad` | -1, 0 or +1 at random: 2 bits | the planes of the sum | Wen et al., arXiv 1705.07878 |
 | `qsgd` | p bits at random and a norm for each row of 128 | (all-gather) | 1610.02132 |
 | `dgc` | index and value of the largest thousandth | (all-gather) | Lin et al., arXiv 1712.01887 |
@@ -30,8 +29,7 @@ nothing.
 
 from lioncub_jax.baselines.dgc import dgc
 from lioncub_jax.baselines.diloco import diloco
-from lioncub_jax.baselines.ef_signsgd import ef_signsgd
-from lioncub_jax.baselines.one_bit_adam import one_bit_adam, zero_one_adam
+from lioncub_jax.baselines.one_bit_adam import one_bit_adam
 from lioncub_jax.baselines.powersgd import powersgd
 from lioncub_jax.baselines.qsgd import qsgd
 from lioncub_jax.baselines.signsgd import signsgd, signum
@@ -40,12 +38,10 @@ from lioncub_jax.baselines.terngrad import terngrad
 __all__ = [
     "dgc",
     "diloco",
-    "ef_signsgd",
     "one_bit_adam",
     "powersgd",
     "qsgd",
     "signsgd",
     "signum",
     "terngrad",
-    "zero_one_adam",
 ]

@@ -1,6 +1,6 @@
-"""1-bit Adam and 0/1 Adam: Adam whose momentum travels in one bit once its variance is frozen.
+"""1-bit Adam: Adam whose momentum travels in one bit once its variance is frozen.
 
-Both are one algorithm, and differ in when the variance is updated::
+In step t, of those in which any worker takes part::
 
     in full precision:   g   = mean_i g_i
                          m   = b1 m + (1 - b1) g;   v = b2 v + (1 - b2) g**2
@@ -9,27 +9,21 @@ Both are one algorithm, and differ in when the variance is updated::
     always:              p   = p - lr (m / (1 - b1**t) / (sqrt(v / (1 - b2**k)) + eps) + wd p)
 
 ``Q`` is a sign and a scale, ``e_i`` the error of the codes of worker i, and ``e`` that of the owner of a
-chunk. `one_bit_adam` is in full precision for the first ``warmup`` steps. `zero_one_adam` is so at
-steps whose gaps double after every ``kappa`` of them.
+chunk. The first ``warmup`` steps are in full precision.
 
-Where this differs from the papers and from what DeepSpeed ships:
+Where this differs from the paper and from what DeepSpeed ships:
 
 1. A scale belongs to a row of 128 elements, as everywhere in this library: 1 + 1/8 bits each way. There
    it belongs to a whole tensor or a worker's chunk of one. Rows whose values are all zero do not vote.
 2. Moments are corrected for their bias, as in ``optax.adamw``, so that in full precision this is
    AdamW. DeepSpeed corrects nothing, which makes early steps several times as large; and a variance that
-   was frozen after a short warm-up would be too small for ever. k counts the updates of v, so what is
+   was frozen after a short warm-up would be too small for ever. k is t, and ``warmup`` at most, so what is
    frozen stays corrected.
 3. An element whose v is 0 has had no gradient so far, and is not moved: one bit cannot say zero, and
    what it says instead would be divided by ``eps``. DeepSpeed asks users for a mask of such elements.
-4. 0/1 Adam's local steps, in which workers do not talk at all and their parameters differ, are not part
-   of this: parameters are the same on all workers. Where the variance is updated m takes the exact mean
-   too, as in DeepSpeed; in the paper it travels in one bit beside it. Where it is not, DeepSpeed codes
-   the gradient until the freeze; here it is the momentum, as in the paper.
-5. Weight decay is decoupled. Workers that abstain, and a single worker, see `one_bit_adam`.
+4. Weight decay is decoupled. Workers that abstain, and a single worker, see `one_bit_adam`.
 
-Source: Tang et al., "1-bit Adam" (arXiv 2102.02888); Lu et al., "Maximizing Communication Efficiency for
-Large-scale Training via 0/1 Adam" (arXiv 2202.06009).
+Source: Tang et al., "1-bit Adam" (arXiv 2102.02888).
 """
 
 from collections.abc import Callable
@@ -53,16 +47,14 @@ from lioncub_jax.mesh.specs import StateSpecs
 from lioncub_jax.optimizers import Mask, descending, owner
 from lioncub_jax.programs import scopes
 
-_NEVER = 2**31 - 1
 _wide = partial(optax.tree.cast, dtype=jnp.float32)
 
 
 class OneBitAdamState(NamedTuple):
-    """State of `one_bit_adam` and `zero_one_adam`, the first of their chain.
+    """State of `one_bit_adam`, the first of its chain.
 
     Attributes:
       count: ``int32[]``, steps in which any worker took part; same on every worker.
-      updates: ``int32[]``, how often the variance was updated; same on every worker.
       mu: ``m``, float32, shaped like the parameters, same on every worker.
       nu: ``v``, float32, shaped like the parameters, same on every worker.
       exchange: errors of each worker and of the owners, and who abstained.
@@ -70,7 +62,6 @@ class OneBitAdamState(NamedTuple):
     """
 
     count: jax.Array  # type: ignore[assignment]
-    updates: jax.Array
     mu: optax.Updates
     nu: optax.Updates
     exchange: CommunicateState
@@ -126,57 +117,10 @@ def one_bit_adam(
     """
     wanted = "a whole number of steps of at least 1: they find the variance that is frozen then"
     check_count(f"warmup={warmup!r}", warmup, wanted)
-    return zero_one_adam(
-        learning_rate, b1, b2, eps, weight_decay, mask, kappa=_NEVER, freeze_after=warmup,
-        workers=workers,
-    )  # fmt: skip
-
-
-def zero_one_adam(
-    learning_rate: optax.ScalarOrSchedule,
-    b1: ArrayLike = 0.9,
-    b2: ArrayLike = 0.999,
-    eps: ArrayLike = 1e-8,
-    weight_decay: optax.ScalarOrSchedule = 0.0,
-    mask: Mask = None,
-    *,
-    kappa: int = 16,
-    freeze_after: int = 100_000,
-    workers: AxisName | Workers,
-) -> optax.GradientTransformationExtraArgs:
-    """0/1 Adam without its local steps: a variance that is updated ever more rarely, else one bit.
-
-    The variance is updated, by gradients averaged in float32, at steps 0, 1, ..., kappa, kappa + 2,
-    kappa + 4, ..., 3 kappa, 3 kappa + 4, ...: the gap doubles after every ``kappa`` updates. All other
-    steps are as those of `one_bit_adam` after its warm-up. Of n steps about ``kappa log2(n / kappa)`` are
-    in full precision. Workers talk at every step, and parameters are the same on all of them.
-
-    Arguments that are not named here are those of `one_bit_adam`, as are abstention, a single worker, and
-    what is returned; ``stages`` of `audit.of` are a step in one bit and one in full precision.
-
-    Args:
-      kappa: updates of the variance until the gap doubles, at least 1.
-      freeze_after: steps after which the variance stays, at least 1; by DeepSpeed's advice the warm-up of
-        the learning rate.
-
-    Raises:
-      ValueError: as `one_bit_adam`; also for a ``kappa`` or ``freeze_after`` that is no whole number of at
-        least 1.
-
-    Example:
-      >>> from lioncub_jax import baselines
-      >>> tx = baselines.zero_one_adam(1e-3, kappa=16, freeze_after=12_500, workers="data")
-
-    References:
-      Lu et al., "0/1 Adam" (arXiv 2202.06009), the policy for the variance; ``kappa`` is DeepSpeed's
-      ``var_update_scaler``, ``freeze_after`` its ``var_freeze_step``, with its defaults.
-    """
-    check_count(f"kappa={kappa!r}", kappa, "a whole number of updates of at least 1")
-    wanted = "a whole number of steps of at least 1: they find the variance that stays then"
-    check_count(f"freeze_after={freeze_after!r}", freeze_after, wanted)
     check_betas(b1=b1, b2=b2)
     wanted = "give a number above 0, such as 1e-8"
     check_number(f"eps={eps!r}", eps, lambda x: 0 < x < np.inf, wanted)
+    last = min(warmup, np.iinfo(np.int32).max)  # of the updates of the variance
     codes, axis = compression.coded_mean(1, workers), worker_axes(workers)[0]
     floats = owner(
         optax.identity(), workers=workers, quantizer=quantize.dense(), reply=decide.values(),
@@ -187,15 +131,14 @@ def zero_one_adam(
         params = checks.check_leaves(params)
         agreed = wires.agreed(params, sum(worker_axes(workers), ()))
         mu, nu = (optax.tree.zeros_like(agreed, dtype=jnp.float32) for _ in range(2))
-        count, updates = jnp.zeros(2, jnp.int32)
-        return OneBitAdamState(count, updates, mu, nu, codes.init(_wide(params)))
+        return OneBitAdamState(jnp.int32(0), mu, nu, codes.init(_wide(params)))
 
     def update(
         grads: optax.Updates, state: OneBitAdamState, abstain: jax.Array,
         b1: ArrayLike, b2: ArrayLike, eps: ArrayLike,
     ) -> tuple[optax.Updates, OneBitAdamState]:  # fmt: skip
         checks.check_state(grads, state.mu)
-        is_full = in_full(kappa, min(freeze_after, _NEVER), state.count)
+        is_full = state.count < last
 
         def in_floats(grads: optax.Updates, old: OneBitAdamState) -> OneBitAdamState:
             """The mean gradient goes into both moments; errors wait."""
@@ -205,8 +148,7 @@ def zero_one_adam(
             exchange = exchange._replace(error=kept.error, owner=kept.owner, specs=kept.specs)
             mu = optax.tree.update_moment(mean, old.mu, b1, 1)
             nu = optax.tree.update_moment(mean, old.nu, b2, 2)
-            updates = optax.safe_increment(old.updates)
-            return old._replace(updates=updates, mu=mu, nu=nu, exchange=exchange)
+            return old._replace(mu=mu, nu=nu, exchange=exchange)
 
         def in_codes(grads: optax.Updates, old: OneBitAdamState) -> OneBitAdamState:
             """Codes of the workers' momenta go up; those of the mean come back, the new momentum."""
@@ -231,7 +173,7 @@ def zero_one_adam(
             some, state = jax.lax.cond(is_full, *branches, _wide(grads), state)
         with jax.numpy_dtype_promotion("standard"):  # optax takes a number to the power of a count
             mu = optax.tree.bias_correction(state.mu, b1, jnp.maximum(state.count, 1))
-            nu = optax.tree.bias_correction(state.nu, b2, jnp.maximum(state.updates, 1))
+            nu = optax.tree.bias_correction(state.nu, b2, jnp.clip(state.count, 1, last))
 
         def direction(g: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
             return jnp.where(some & (v > 0), m / (jnp.sqrt(v) + eps), 0).astype(g.dtype)
@@ -240,12 +182,3 @@ def zero_one_adam(
 
     direction = compression.on_devices(workers, init, update, b1, b2, eps)
     return descending(direction, learning_rate, weight_decay, mask)
-
-
-def in_full(kappa: int, end: int, count: jax.Array) -> jax.Array:
-    """``bool[]``: the step after ``count`` steps is in full precision."""
-    doubled = count // kappa + 1
-    for shift in (1, 2, 4, 8, 16):  # all bits below the highest
-        doubled |= doubled >> shift
-    gap = doubled - (doubled >> 1)
-    return (count < end) & ((count - kappa * (gap - 1)) % gap == 0)

@@ -2,7 +2,6 @@
 
 * **Mean.** SGD, AdamW and Lion see ``sum_i g_i / W`` in float32; nobody abstains.
 * **signSGD and SIGNUM** are ``lion.local_momentum(b, b)`` with ``b`` 0, or the momentum.
-* **EF-signSGD.** Of ``-lr g_i`` in codes of one bit each way, with the errors of both sides.
 * **DiLoCo.** Nesterov SGD of the mean of what workers hand over: in float32; or in codes both ways.
 * **TernGrad.** Each leaf is clipped at ``clip`` root mean squares, divided by the largest magnitude of
   all who take part, and rounded at random to -1, 0 or 1; the sum of these times the scale, over the
@@ -12,7 +11,7 @@
   is decoded goes into a trace; an element where it is not finite is as with nobody there.
 * **One worker** quantizes nothing.
 
-All but `ef_signsgd` and `diloco`, which need the learning rate themselves, fit
+All but `diloco`, which needs the learning rate itself, fit
 ``lion.optimizer(simulator, learning_rate, weight_decay)``.
 """
 
@@ -38,22 +37,6 @@ def averaged(tx):
         return updates, np.ones(len(abstain), bool), {"inner": inner}
 
     return simulator(memory, step)
-
-
-def ef_signsgd(learning_rate, weight_decay=0.0):
-    """EF-signSGD both ways; updates have their learning rate, a number or a function of ``t``."""
-
-    def step(g, state, params, abstain):
-        lr = learning_rate(state.t) if callable(learning_rate) else learning_rate
-        buffer = buffer_of(g)
-        own = jax.tree.map(lambda g: jnp.asarray(-lr, g.dtype) * g, g)
-        u, present, changed = fed_back(1, buffer, buffer.join(own), state, abstain)
-        updates = buffer.split(u, g)
-        if weight_decay:
-            updates = jax.tree.map(lambda u, p: u - (lr * weight_decay) * p, updates, params)
-        return updates, present, changed
-
-    return simulator(errors, step)
 
 
 def diloco(learning_rate=0.7, momentum=0.9, bits=None):
