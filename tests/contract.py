@@ -61,7 +61,7 @@ TRANSFORMS = {
     ),
     "terngrad": rated(SGD, baselines.terngrad),
     "qsgd": rated(SGD, baselines.qsgd, bits=2),
-    "powersgd, 6 bits": like(SGD, baselines.powersgd, SGD, 2, 6),
+    "powersgd": like(SGD, baselines.powersgd, SGD, 2),
     "one_bit_adam": rated(None, baselines.one_bit_adam, warmup=2),
     "dgc": rated(None, baselines.dgc, density=0.01),
     "diloco": like(OUTER, baselines.diloco),
@@ -294,7 +294,7 @@ def test_where_nobody_votes_nothing_moves_and_no_counter_of_updates(name):
 # One of each kind of state.
 SAVED = [
     "vote, synced in codes", "owner", "owner, adamw", "owner, muon", "global lion", "diloco, 4 bits",
-    "powersgd, 6 bits", "one_bit_adam", "dgc",
+    "powersgd", "one_bit_adam", "dgc",
 ]  # fmt: skip
 
 
@@ -347,7 +347,7 @@ OWED = {
         None, lc.owner, optax.identity(), quantizer=Q.error_feedback(Q.midrise(2), jnp.float32)
     ),
     "diloco": like(None, baselines.diloco, -1.0, momentum=0.0, bits=1),
-    "powersgd": like(None, baselines.powersgd, optax.identity(), 1, 6),
+    "powersgd": like(None, baselines.powersgd, optax.identity(), 1),
     "dgc": like(None, baselines.dgc, -1.0, momentum=0.0, density=0.1),
     "synced": like(
         None,
@@ -394,7 +394,7 @@ def test_one_who_goes_on_alone_pays_what_several_workers_still_owe(tmp_path):
 
 # --- Types
 
-WIDE = ["vote, 3 bits, random", "vote, synced in codes", "owner, adamw", "powersgd, 6 bits", "dgc"]
+WIDE = ["vote, 3 bits, random", "vote, synced in codes", "owner, adamw", "powersgd", "dgc"]
 
 
 SHORT, LONG = (jnp.bfloat16, jnp.float32, jnp.float16), (jnp.float64,) * 3

@@ -85,7 +85,7 @@ def test_small_models_pay_for_padding():
 
 
 # What travels in float32, and PowerSGD, of which small leaves do.
-FLOATS = {*contract.FLOATS, "owner, trace", "powersgd, 6 bits"}
+FLOATS = {*contract.FLOATS, "owner, trace", "powersgd"}
 
 
 def test_an_adapter_sends_less_than_half_of_what_float32_means_do():

@@ -103,7 +103,6 @@ PEERS = {  # by the number of workers, and what gradients are multiples of
     (3, 2): {
         "powersgd": low_rank(2),
         "powersgd, adamw": low_rank(1, tx=optax.adamw(0.5, eps=0.1)),
-        "powersgd, 4 bits": low_rank(2, 4),
     },
     (8, 7): {
         "1-bit": of_adam("one_bit_adam", warmup=2, eps=2.0**-6),
@@ -306,8 +305,8 @@ PAPERS = [  # bits that each worker sends for a parameter of a large model
     (B.dgc, {"warmup": 9}, lambda w: (w - 1) * 64 / 1000),
     (B.one_bit_adam, {"warmup": 100}, lambda w: (w - 1) / w * 2.25),
     (  # 16 (m + n) in place of m n
-        lambda rate, **how: B.powersgd(SGD, 16, 4, **how), {},
-        lambda w: (w - 1) / w * 2 * (4 + 16 / 128) * 16 * (2**-17 + 2**-18),
+        lambda rate, **how: B.powersgd(SGD, 16, **how), {},
+        lambda w: (w - 1) / w * 2 * 32 * 16 * (2**-17 + 2**-18),
     ),
 ]  # fmt: skip
 
@@ -340,7 +339,7 @@ BAD = [  # makers, an argument, its values, and words of the message
     ([B.one_bit_adam], "eps", [0.0, np.nan, "1"], "eps={!r}: give a number above 0"),
     ([B.terngrad], "clip", [0, -1.0, np.nan, "2.5"], "clip={!r}", "above 0", "or None"),
     ([B.qsgd], "bits", [1, 9, 4.0], "2 to 8 bits"),
-    ([B.diloco, B.powersgd], "bits", [0, 9, 4.0], "1 to 8 bits"),
+    ([B.diloco], "bits", [0, 9, 4.0], "1 to 8 bits"),
     ([B.one_bit_adam], "warmup", NUMBERS, "warmup={!r}: give a whole number of"),
     ([B.dgc], "density", [0, -0.1, 1.5, np.nan, True, "0.1", None], "density={!r}", "(0, 1]"),
     ([B.dgc], "warmup", [-1, 1.5, True, "4", None], "warmup={!r}", "whole number of steps"),

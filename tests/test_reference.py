@@ -69,7 +69,6 @@ RULES = {
     "QSGD": Rule(baselines.qsgd(4, momentum=0.5), 1, sevens),
     "DGC": Rule(dgc.dgc(0.5, 0.1, warmup=2), 1),
     "PowerSGD": Rule(powersgd.powersgd(SGD, 1), 1),
-    "PowerSGD in codes": Rule(powersgd.powersgd(SGD, 1, bits=4), 1),
     "1-bit Adam": Rule(one_bit_adam.one_bit_adam(eps=0.0, warmup=1)),
 }
 LEAVES = {"a": (5, 43), "b": (200,), "empty": (0, 2)}

@@ -9,7 +9,7 @@
 | `terngrad` | -1, 0 or +1 at random: 2 bits | the planes of the sum | Wen et al., arXiv 1705.07878 |
 | `qsgd` | p bits at random and a norm for each row of 128 | (all-gather) | 1610.02132 |
 | `dgc` | index and value of the largest thousandth | (all-gather) | Lin et al., arXiv 1712.01887 |
-| `powersgd` | two factors of each matrix: float32, or p bits | their means, the same | 1905.13727 |
+| `powersgd` | two factors of each matrix, float32 | (all-reduce) their means | 1905.13727 |
 | `diloco` | its difference of H steps: float32, or p bits and feedback | the mean, the same | 2311.08105 |
 
 Weight decay is decoupled in all of them, ``p -= lr (u + wd p)``, as in Lion, so that a comparison

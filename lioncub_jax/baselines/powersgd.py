@@ -17,7 +17,7 @@ Where this differs from the paper:
 3. A leaf of more than two dimensions is the matrix of leading x trailing dimensions with the smallest
    m + n. A leaf with factors that would be no smaller than it is averaged whole, as vectors are.
 4. The optimizer is any transform, and not SGD with momentum only, after the decompression (algorithm 2).
-5. Workers that abstain, and a single worker, see `powersgd`: both are ours, as are factors in codes.
+5. Workers that abstain, and a single worker, see `powersgd`: both are ours.
 
 Source: Vogels et al., "PowerSGD" (arXiv 1905.13727).
 """
@@ -34,15 +34,13 @@ from jax.typing import DTypeLike
 
 from lioncub_jax.baselines import compression
 from lioncub_jax.baselines.compression import Leaves
-from lioncub_jax.exchange import checks, decide, quantize, wires
-from lioncub_jax.exchange.bits import ROW
+from lioncub_jax.exchange import checks, wires
 from lioncub_jax.exchange.checks import check_count, check_kinds
 from lioncub_jax.exchange.mapped import Holder
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import StateSpecs
-from lioncub_jax.optimizers import owner
 
 
 class PowerSGDState(NamedTuple):
@@ -79,7 +77,6 @@ class PowerSGDState(NamedTuple):
 def powersgd(
     tx: optax.GradientTransformation,
     rank: int = 4,
-    bits: int | None = None,
     *,
     workers: AxisName | Workers,
 ) -> optax.GradientTransformationExtraArgs:
@@ -89,14 +86,12 @@ def powersgd(
     they are. A step has two all-reduces, of all ``P`` and of all ``Q``, and begins with the ``Q`` of the
     one before. What the approximation leaves out a worker adds to its next gradient.
 
-    With ``bits`` both factors travel in codes, in rotated rows of 128: ``rank (m + n) (bits + 1/8)`` bits
-    a matrix each way. A worker with a NaN or infinity in any gradient, or asked to by ``abstain``,
-    abstains. A single worker sends and compresses nothing.
+    A worker with a NaN or infinity in any gradient, or asked to by ``abstain``, abstains. A single worker
+    sends and compresses nothing.
 
     Args:
       tx: such as ``optax.sgd(0.1, momentum=0.9)`` or ``optax.adamw(3e-3)``.
       rank: of the approximation, at least 1. The paper has 1, 2 and 4.
-      bits: of a code, 1 to 8; None for float32, as in the paper.
       workers: a `Workers` in one level, or the name of their mesh axis, or several.
 
     Returns:
@@ -106,8 +101,8 @@ def powersgd(
       compressed shard by shard.
 
     Raises:
-      ValueError: for a rank below 1, bits out of range, or workers in two levels; from ``init``, where
-        nothing would be compressed; when traced, for gradients that were already reduced.
+      ValueError: for a rank below 1, or workers in two levels; from ``init``, where nothing would be
+        compressed; when traced, for gradients that were already reduced.
       TypeError: for a ``tx`` that is no transform; from ``init``, for integer or complex leaves.
 
     Example:
@@ -116,18 +111,11 @@ def powersgd(
       >>> tx = baselines.powersgd(optax.sgd(0.1, momentum=0.9), rank=2, workers="data")
 
     References:
-      Vogels et al., "PowerSGD" (arXiv 1905.13727), algorithms 1 and 2; ``bits`` are ours.
+      Vogels et al., "PowerSGD" (arXiv 1905.13727), algorithms 1 and 2.
     """
     axis = compression.one_level("powersgd", workers)
     check_kinds(tx=(tx, optax.GradientTransformation))
     check_count(f"rank={rank!r}", rank)
-    codes = None
-    if bits is not None:  # begun anew each step: the workers keep the errors
-        codes = owner(
-            optax.identity(), workers=axis, quantizer=quantize.midrise(bits),
-            reply=decide.codes(bits),
-        )  # fmt: skip
-    average = partial(_average, axis, codes)
 
     def init(params: optax.Params) -> PowerSGDState:
         params = checks.check_leaves(params)
@@ -143,10 +131,8 @@ def powersgd(
         tree: Any
         grads, tree = jax.tree.flatten(updates)
         q, error = tree.flatten_up_to(state.q), tree.flatten_up_to(state.error)
-        compressed = [i for i, x in enumerate(q) if x is not None]
-        inexact = compressed if codes is None else range(len(grads))
-        if axes.workers_on(axis) == 1:
-            compressed = []
+        inexact = [i for i, x in enumerate(q) if x is not None]
+        compressed = inexact if axes.workers_on(axis) > 1 else []
         m = optax.tree.add(optax.tree.cast(grads, jnp.float32), error)
         matrices = {i: m[i].reshape(-1, len(q[i])) for i in compressed}
         sent = list(m)
@@ -155,9 +141,9 @@ def powersgd(
             sent[i] = lax.optimization_barrier(_product(matrices[i], q[i])).T
         # A value that is not finite shows in the products with Q.
         here = compression.takes_part(axis, abstain, sent)
-        means, present = average(here, sent)
+        means, present = _average(axis, here, sent)
         p = {i: jnp.linalg.qr(_scaled(means[i].T, means[i].T))[0] for i in compressed}
-        new_q, _ = average(here, [_product(p[i].T, matrices[i]) for i in compressed])
+        new_q, _ = _average(axis, here, [_product(p[i].T, matrices[i]) for i in compressed])
         for i, x in zip(compressed, new_q, strict=True):
             # A product that is not finite, or would overflow in the next one, is not learned from.
             finite = jnp.all(jnp.abs(x) < 2.0**127 / rank)
@@ -175,27 +161,8 @@ def powersgd(
     return compression.behind(compression.on_devices(workers, init, step), tx, axis)
 
 
-def _average(
-    axis: Axes,
-    codes: optax.GradientTransformationExtraArgs | None,
-    here: jax.Array,
-    arrays: Leaves,
-) -> tuple[Leaves, jax.Array]:
-    """Means over the workers that take part, in codes or in float32, and the number of these."""
-    num_workers = axes.workers_on(axis)
-    if codes is not None and num_workers > 1:
-        # A code would cut off large elements, as of frequent words: rows of 128 are rotated. Columns of a
-        # factor are its rows here, as they differ in size. A 128th, for sums that stay finite.
-        rows = []
-        for x in arrays:
-            row = jnp.pad(x.ravel(), (0, -x.size % ROW)).reshape(-1, ROW)
-            rows.append(quantize.rotated_rows(row / ROW, jnp.int32(0)))
-        coded, state = codes.update(rows, codes.init(rows), abstain=~here)
-        means = []
-        for x, like in zip(coded, arrays, strict=True):
-            flat = quantize.rotated_back(x, jnp.int32(0)).ravel()
-            means.append(ROW * flat[: like.size].reshape(like.shape))
-        return means, num_workers - state.votes.abstained
+def _average(axis: Axes, here: jax.Array, arrays: Leaves) -> tuple[Leaves, jax.Array]:
+    """Means over the workers that take part, and the number of these."""
     counted = [jnp.where(here, x, 0) for x in (*arrays, jnp.float32(1))]
     add = partial(wires.sum_of_floats, axis=axis)
     *sums, present = compression.in_messages(add, counted)

@@ -13,31 +13,27 @@
   compressed abstains, and so does one that is asked to: it counts for nothing in the means, and its
   error stays. With nobody there the mean is zeros. Where a ``Q`` is not less than ``2**127 / r``
   everywhere, ``M'`` is zeros and the ``Q`` before stays.
-* **In codes** both means are those of codes of so many bits each way, of rows of the factors' columns, one
-  after the other, rotated as in step 0; leaves that are not compressed are coded too, and keep an error.
 * **One worker** sends nothing: ``M' = M_0``.
 
-Source: Vogels et al. (arXiv 1905.13727). Codes, the rules for columns of zeros, for abstention and for
-one worker are ours.
+Source: Vogels et al. (arXiv 1905.13727). The rules for columns of zeros, for abstention and for one worker
+are ours.
 """
 
 import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from oracle.coding import both_ways, buffer_of, midrise, product, rotated
+from oracle.coding import product
 from oracle.lion import in_float32, simulator
 
 
-def powersgd(tx, rank=4, bits=None, seed=0):
+def powersgd(tx, rank=4, seed=0):
     """A transform of the low-rank mean gradient, all workers at once.
 
     Args:
       tx: any optax transform, with its learning rate.
       rank: ``r``.
-      bits: of a code; None for floats.
       seed: of the first ``Q``.
     """
     tx = in_float32(tx)
@@ -46,7 +42,7 @@ def powersgd(tx, rank=4, bits=None, seed=0):
         leaves = jax.tree.leaves(params)
         q = [first_q(p.shape, rank, seed, i) for i, p in enumerate(leaves)]
         error = [
-            None if x is None and bits is None else jnp.zeros((workers, *p.shape), jnp.float32)
+            None if x is None else jnp.zeros((workers, *p.shape), jnp.float32)
             for x, p in zip(q, leaves, strict=True)
         ]
         return {"q": q, "error": error, "inner": tx.init(params)}
@@ -58,7 +54,7 @@ def powersgd(tx, rank=4, bits=None, seed=0):
             for x, e in zip(leaves, state.error, strict=True)
         ]
         matrices = [x.reshape(len(x), *matrix(x.shape[1:])) for x in owed]
-        present, means, q = iterated(matrices, state.q, bits, abstain)
+        present, means, q = iterated(matrices, state.q, abstain)
         applied, error = [], []
         for mean, x, own, e in zip(means, leaves, owed, state.error, strict=True):
             mean = fitting(mean.reshape(x.shape[1:]), x.dtype)
@@ -71,7 +67,7 @@ def powersgd(tx, rank=4, bits=None, seed=0):
     return simulator(memory, step)
 
 
-def iterated(matrices, q, bits, abstain):
+def iterated(matrices, q, abstain):
     """Who takes part, ``bool[W]``, and of each ``[W, m, n]`` what is applied and the new ``Q``."""
     low = [i for i, old in enumerate(q) if old is not None and len(abstain) > 1]
     sent, q = list(matrices), list(q)
@@ -80,27 +76,21 @@ def iterated(matrices, q, bits, abstain):
     present = ~abstain
     for x in sent:
         present &= jnp.all(jnp.isfinite(x), axis=(1, 2))
-    means = averages(sent, present, bits)
+    means = averages(sent, present)
     sides = [jnp.linalg.qr(scaled(means[i].T, means[i].T))[0] for i in low]
     others = [product("wmn,mr->wrn", matrices[i], side) for i, side in zip(low, sides, strict=True)]
-    for i, side, new in zip(low, sides, averages(others, present, bits), strict=True):
+    for i, side, new in zip(low, sides, averages(others, present), strict=True):
         known = jnp.all(jnp.abs(new) < 2.0**127 / len(new))
         means[i] = jnp.where(known, product("mr,rn->mn", side, new), 0)
         q[i] = jnp.where(known, scaled(new.T, q[i]), q[i])
     return present, means, q
 
 
-def averages(arrays, present, bits):
+def averages(arrays, present):
     """Each ``[W, m, n]`` to ``[m, n]``, over those who are there; zeros without any."""
     present = present[:, None, None]
-    if bits is None or len(present) == 1:
-        some = jnp.maximum(jnp.sum(present, dtype=jnp.int32), 1).astype(jnp.float32)
-        return [jnp.sum(jnp.where(present, x, 0), axis=0) / some for x in arrays]
-    codes, buffer, t = rotated(midrise(bits)), buffer_of(arrays), jnp.int32(0)
-    whole = buffer._replace(real=np.ones_like(buffer.real))
-    owner = jnp.zeros(buffer.real.shape)
-    said, *_ = both_ways(codes, bits, whole, buffer.join(arrays), present, owner, t)
-    return buffer.split(codes.back(said, buffer, t), arrays)
+    some = jnp.maximum(jnp.sum(present, dtype=jnp.int32), 1).astype(jnp.float32)
+    return [jnp.sum(jnp.where(present, x, 0), axis=0) / some for x in arrays]
 
 
 def matrix(shape):
