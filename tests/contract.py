@@ -59,11 +59,9 @@ TRANSFORMS = {
     "signum": rated(
         optax.lion(RATE, 0.5, 0.5, weight_decay=0.0), baselines.signum, momentum=0.5
     ),
-    "terngrad": rated(SGD, baselines.terngrad),
     "qsgd": rated(SGD, baselines.qsgd, bits=2),
     "powersgd": like(SGD, baselines.powersgd, SGD, 2),
     "one_bit_adam": rated(None, baselines.one_bit_adam, warmup=2),
-    "dgc": rated(None, baselines.dgc, density=0.01),
     "diloco": like(OUTER, baselines.diloco),
     "diloco, 4 bits": like(OUTER, baselines.diloco, bits=4),
 }  # fmt: skip
@@ -197,7 +195,6 @@ OWN = {
     "owner, muon": "error owner.mu owner.nu owner.error", "owner, trace": "owner.trace",
     "diloco, 4 bits": "error owner.error", "vote, synced in codes": "mu owner.error",
     "powersgd": "error", "one_bit_adam": "error owner.error",
-    "dgc": "velocity residual",
 }  # fmt: skip
 
 
@@ -294,7 +291,7 @@ def test_where_nobody_votes_nothing_moves_and_no_counter_of_updates(name):
 # One of each kind of state.
 SAVED = [
     "vote, synced in codes", "owner", "owner, adamw", "owner, muon", "global lion", "diloco, 4 bits",
-    "powersgd", "one_bit_adam", "dgc",
+    "powersgd", "one_bit_adam",
 ]  # fmt: skip
 
 
@@ -348,7 +345,6 @@ OWED = {
     ),
     "diloco": like(None, baselines.diloco, -1.0, momentum=0.0, bits=1),
     "powersgd": like(None, baselines.powersgd, optax.identity(), 1),
-    "dgc": like(None, baselines.dgc, -1.0, momentum=0.0, density=0.1),
     "synced": like(
         None,
         lambda workers: lc.sync_momentum(
@@ -394,7 +390,7 @@ def test_one_who_goes_on_alone_pays_what_several_workers_still_owe(tmp_path):
 
 # --- Types
 
-WIDE = ["vote, 3 bits, random", "vote, synced in codes", "owner, adamw", "powersgd", "dgc"]
+WIDE = ["vote, 3 bits, random", "vote, synced in codes", "owner, adamw", "powersgd"]
 
 
 SHORT, LONG = (jnp.bfloat16, jnp.float32, jnp.float16), (jnp.float64,) * 3

@@ -19,7 +19,6 @@ from conftest import AXIS, FLAGS, assert_same, nobody, run_workers, scanned
 from oracle import coding, lion
 
 import lioncub_jax as lc
-from lioncub_jax.baselines.terngrad import total
 
 # Sizes around the edges of bytes, words and rows, a tree for each number of workers. Three workers own a
 # block and two rows each, eight two rows.
@@ -131,7 +130,6 @@ REPLIES = {
     "ternary": (D.ternary(), lion.ternary_sum),
     "sign": (D.sign(), lion.majority),
     "values": (D.values(), lambda update, moves, coins: update),
-    "total": (total(), lambda margin, reach, coins: margin),
 } | {f"codes({p})": (D.codes(p), p) for p in (1, 2, 3, 4)}
 
 
@@ -284,7 +282,6 @@ def test_large_leaves_take_whole_blocks_before_all_others():
         Method("midrise(2)", "average"),
         Method("integer(8)", "ternary", {3: COUNTS}),
         Method("ternary()", "ternary"),
-        Method("ternary()", "total"),
     ]
     check(votes, Method.of_workers, params, story)
     owned = [

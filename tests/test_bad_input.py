@@ -15,7 +15,6 @@ from conftest import AXIS, absent, in_order, workers_on
 from contract import traced
 
 import lioncub_jax as lc
-from lioncub_jax.baselines.terngrad import total
 from lioncub_jax.exchange import checks
 
 Q, D, WIRES, SYNC = lc.quantize, lc.decide, lc.wires, lc.sync
@@ -156,7 +155,6 @@ MISFITS = [
         {"quantizer": Q.ternary(), "decision": D.majority()},
         "ternary has a code for zero ... give ternary() or average()",
     ),
-    ({"quantizer": Q.midrise(2), "decision": total()}, "has no code for zero ... give average()"),
 ]  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 As in ``test_against_reference``, gradients are small integers, and learning rates, momenta and decays
 are powers of two, so that sums are exact in any order and equal means equal. Tolerances say why.
-What is special of 1-bit Adam, DGC and PowerSGD is in files of their own.
+What is special of 1-bit Adam and PowerSGD is in files of their own.
 """
 
 import functools
@@ -18,8 +18,8 @@ from conftest import AXIS, absent, assert_same, blank, run_on_mesh, run_workers,
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from oracle import baselines as oracles
-from oracle import dgc, one_bit_adam, powersgd
 from oracle import lion as reference
+from oracle import one_bit_adam, powersgd
 from test_against_reference import (
     EVENTS,
     TREES,
@@ -76,11 +76,6 @@ def of_adam(name, **options):
     return Peer(functools.partial(getattr(B, name), 0.25, **options), simulator, 2e-6)
 
 
-def sparse(density, warmup=0):
-    options = {"momentum": 0.5, "density": density, "warmup": warmup}
-    return descends("dgc", dgc.dgc(**options), **options)
-
-
 def low_rank(*args, tx=SGD):
     make = functools.partial(B.powersgd, tx, *args)
     return Peer(make, powersgd.powersgd(tx, *args), 2e-4, 1e-3)
@@ -89,16 +84,13 @@ def low_rank(*args, tx=SGD):
 PEERS = {  # by the number of workers, and what gradients are multiples of
     (1, 1): {
         "diloco, 1 bit": fed_back("diloco", 0.5, 1),
-        "terngrad": descends("terngrad", oracles.terngrad(None, 3, 0.5), 0.5, None, 3),
         "qsgd": descends("qsgd", oracles.qsgd(2, momentum=0.5), 2, 0.5),
         "signum": descends("signum", reference.local_momentum(0.75, 0.75), 0.75),
     },
     (3, 1): {
         "signsgd": descends("signsgd", reference.local_momentum(0, 0)),
         "diloco, 1 bit": fed_back("diloco", 0.5, 1),
-        "terngrad": descends("terngrad", oracles.terngrad(None, 3), 0.0, None, 3),
         "qsgd": descends("qsgd", oracles.qsgd(2, 5, 0.5), 2, 0.5, 5),
-        "dgc, warming up": sparse(0.02, 4),
     },
     (3, 2): {
         "powersgd": low_rank(2),
@@ -178,7 +170,7 @@ def decays(params):
     return {name: name != "b" for name in params}
 
 
-DECAYING = [B.signsgd, B.signum, B.terngrad, B.qsgd, B.dgc, B.one_bit_adam]
+DECAYING = [B.signsgd, B.signum, B.qsgd, B.one_bit_adam]
 NEEDED = {B.one_bit_adam: {"warmup": 1}}
 
 
@@ -203,7 +195,6 @@ CUT = {
 ON_SHARDS = {
     "error": fed_back("diloco", 0.5, 1),
     "error of Adam": of_adam("one_bit_adam", warmup=1),
-    "residual": sparse(0.1, 1),
     "error of PowerSGD": low_rank(2)._replace(near=2e-3, near_kept=2e-3),
 }
 
@@ -247,26 +238,6 @@ def test_devices_of_a_worker_treat_shards_as_leaves():
             assert_near(left, last, ON_SHARDS[name].near_kept, name, params)
 
 
-def test_norms_and_scales_are_those_of_all_shards():
-    """Of terngrad's scales and deviations."""
-    workers = workers_on("data=4 tensor=2")
-    grads = {"w": np.ones((1, 4, 2, 32), np.float32), "b": np.ones((1, 4, 16), np.float32)}
-    grads["w"][:, :, 0, :3] = 4
-    single = {n: np.zeros_like(g) for n, g in grads.items()}
-    single["w"][:, :, 1, 5] = -16
-    scaled, clipped = (
-        run_on_mesh({0: B.terngrad(1.0, clip=clip, workers=workers)}, workers, specs, g)[0][0]
-        for specs in [{"w": P("tensor"), "b": P()}]
-        for g, clip in [(grads, None), (single, 2.5)]
-    )
-    [scaled_w] = np.asarray(scaled["w"])
-    assert (scaled_w[0, :3] == -4).all() and (scaled["b"] == -1).all()
-    assert {*scaled_w[1]} <= {0, -1, -2, -3, -4} and len({*scaled_w[1]}) > 2
-    want = np.zeros((1, 2, 32))
-    want[0, 1, 5] = 2.5 * 16 / 8  # the root of 64 elements
-    np.testing.assert_array_equal(clipped["w"], want)
-
-
 GROUPED = {
     "diloco": functools.partial(B.diloco, 0.5, 0.0, 1),
     "adam": functools.partial(B.one_bit_adam, 0.5, b1=0.5, b2=0.75, warmup=1),
@@ -299,10 +270,8 @@ def test_a_group_sends_its_mean_as_one_worker():
 PAPERS = [  # bits that each worker sends for a parameter of a large model
     (B.diloco, {}, lambda w: 2 * (w - 1) / w * 32),
     (B.signsgd, {}, lambda w: (w - 1) / w * (2 + 2 / 128)),
-    (B.terngrad, {"clip": None}, lambda w: (w - 1) / w * (2 + (2 * w).bit_length())),
     (B.qsgd, {"bits": 2}, lambda w: (w - 1) * (2 + 16 / 128)),
     (B.diloco, {"bits": 4}, lambda w: (w - 1) / w * 2 * (4 + 16 / 128)),
-    (B.dgc, {"warmup": 9}, lambda w: (w - 1) * 64 / 1000),
     (B.one_bit_adam, {"warmup": 100}, lambda w: (w - 1) / w * 2.25),
     (  # 16 (m + n) in place of m n
         lambda rate, **how: B.powersgd(SGD, 16, **how), {},
@@ -314,9 +283,7 @@ PAPERS = [  # bits that each worker sends for a parameter of a large model
 @pytest.mark.parametrize(("make", "options", "bits"), PAPERS)
 def test_large_models_cost_what_the_papers_say(make, options, bits):
     tx = make(1e-3, workers=AXIS, **options)
-    # DGC indexes what a device holds.
-    shape = (2**16, 2**14) if make is B.dgc else (2**18, 2**17)
-    shapes = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    shapes = {"w": jax.ShapeDtypeStruct((2**18, 2**17), jnp.float32)}
     for workers in (7, 64):
         sent = lc.audit.of(tx, shapes, absent(workers))
         assert sent.bits_per_parameter == pytest.approx(bits(workers), rel=0.01)
@@ -327,7 +294,7 @@ def test_large_models_cost_what_the_papers_say(make, options, bits):
 NUMBERS = [0, -1, 1.5, True, "4", None]
 BAD = [  # makers, an argument, its values, and words of the message
     (
-        [B.signum, B.terngrad, B.qsgd, B.dgc, B.diloco], "momentum",
+        [B.signum, B.qsgd, B.diloco], "momentum",
         [1.0, -0.1, "0.9"], "momentum={!r}", "[0, 1)",
     ),
     ([B.one_bit_adam], "b1", [1.0, -1], "b1={!r}", "[0, 1)"),
@@ -337,16 +304,12 @@ BAD = [  # makers, an argument, its values, and words of the message
         "mask['w'] is 'no': a mask has a bool for each leaf",
     ),
     ([B.one_bit_adam], "eps", [0.0, np.nan, "1"], "eps={!r}: give a number above 0"),
-    ([B.terngrad], "clip", [0, -1.0, np.nan, "2.5"], "clip={!r}", "above 0", "or None"),
     ([B.qsgd], "bits", [1, 9, 4.0], "2 to 8 bits"),
     ([B.diloco], "bits", [0, 9, 4.0], "1 to 8 bits"),
     ([B.one_bit_adam], "warmup", NUMBERS, "warmup={!r}: give a whole number of"),
-    ([B.dgc], "density", [0, -0.1, 1.5, np.nan, True, "0.1", None], "density={!r}", "(0, 1]"),
-    ([B.dgc], "warmup", [-1, 1.5, True, "4", None], "warmup={!r}", "whole number of steps"),
-    ([functools.partial(B.dgc, density=0.5)], "warmup", [4], "warmup=4 with density=0.5", "25 %"),
     ([B.powersgd], "rank", NUMBERS, "rank={!r}", "whole number of at least 1"),
     (
-        [B.terngrad, B.dgc, B.powersgd], "workers", [workers_on("data=2 gpu=2", "gpu")],
+        [B.powersgd], "workers", [workers_on("data=2 gpu=2", "gpu")],
         "has no two levels", "group='gpu'", "without a group",
     ),
 ]  # fmt: skip

@@ -100,9 +100,6 @@ OWN = {  # what of the state is each worker's own, counters in front of the vote
     "[0].inner_state [1][0].mu": (
         lambda w: optax.chain(optax.inject_hyperparams(optax.trace)(0.9), cub(w))
     ),
-    ".acc_grads .inner_opt_state[0].velocity .inner_opt_state[0].residual": (
-        lambda w: steps(baselines.dgc(1e-3, density=0.1, workers=w))
-    ),
     ".acc_grads .inner_opt_state[0].error": (
         lambda w: steps(baselines.powersgd(optax.sgd(1e-3), workers=w))
     ),

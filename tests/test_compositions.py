@@ -32,7 +32,6 @@ METHODS = {
     "signsgd": lambda w: baselines.signsgd(1e-3, workers=w),
     "qsgd": lambda w: baselines.qsgd(1e-3, workers=w),
     "one_bit_adam": lambda w: baselines.one_bit_adam(1e-3, warmup=2, workers=w),
-    "dgc": lambda w: baselines.dgc(1e-3, density=0.1, workers=w),
     "powersgd": lambda w: baselines.powersgd(optax.sgd(1e-3), 1, workers=w),
     "diloco": lambda w: baselines.diloco(workers=w),
 }

@@ -67,7 +67,7 @@ RULES = {
     "coded mean": Rule(baselines.diloco(0.7, 0.9, 4), 1),
     "TernGrad": Rule(baselines.terngrad(momentum=0.5), 1, sevens),
     "QSGD": Rule(baselines.qsgd(4, momentum=0.5), 1, sevens),
-    "DGC": Rule(dgc.dgc(0.5, 0.1, warmup=2), 1),
+    "DGC": Rule(dgc.dgc(0.5, 0.1), 1),
     "PowerSGD": Rule(powersgd.powersgd(SGD, 1), 1),
     "1-bit Adam": Rule(one_bit_adam.one_bit_adam(eps=0.0, warmup=1)),
 }

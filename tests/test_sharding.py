@@ -448,7 +448,7 @@ UNTYPED = {
     "means": (lambda w: lc.global_gradients(optax.sgd(1.0), workers=w), "data=2 tp=2", "update"),
     **{
         make.__name__: (lambda w, make=make: make(1e-3, workers=w), "data=2 tp=2", "update")
-        for make in (B.signsgd, B.signum, B.qsgd, B.terngrad, B.dgc)
+        for make in (B.signsgd, B.signum, B.qsgd)
     },
     "1-bit Adam": (lambda w: B.one_bit_adam(1e-3, warmup=2, workers=w), "data=2 tp=2", "update"),
     "PowerSGD": (lambda w: B.powersgd(optax.sgd(0.1), 1, workers=w), "data=2 tp=2", "update"),

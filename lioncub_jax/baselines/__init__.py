@@ -6,9 +6,7 @@
 | `signsgd` | 1 bit of its gradient | the majority, 1 bit | Bernstein et al., arXiv 1802.04434 |
 | `signum` | 1 bit of its momentum | the majority, 1 bit | Bernstein et al., arXiv 1810.05291 |
 | `one_bit_adam` | floats, then 1 bit and a scale for each row of 128 | the same | 2102.02888 |
-| `terngrad` | -1, 0 or +1 at random: 2 bits | the planes of the sum | Wen et al., arXiv 1705.07878 |
 | `qsgd` | p bits at random and a norm for each row of 128 | (all-gather) | 1610.02132 |
-| `dgc` | index and value of the largest thousandth | (all-gather) | Lin et al., arXiv 1712.01887 |
 | `powersgd` | two factors of each matrix, float32 | (all-reduce) their means | 1905.13727 |
 | `diloco` | its difference of H steps: float32, or p bits and feedback | the mean, the same | 2311.08105 |
 
@@ -18,7 +16,7 @@ libraries is often coupled (``g + wd p``), and then ``1 / (1 - m)`` times as str
 here.
 
 Workers may be in two levels, `Workers` with a ``group``: gradients are averaged inside a group, which
-sends as one worker. `terngrad`, `dgc` and `powersgd` have no two levels.
+sends as one worker. `powersgd` has no two levels.
 
 Where workers compress, one that has a value that is not finite, or is asked to ``abstain``, abstains
 from the step, as in `communicate`; under `global_gradients` none can. A single worker compresses
@@ -27,21 +25,17 @@ nothing.
 ``lioncub_jax.audit.of(tx, params, workers)`` counts the bytes of each.
 """
 
-from lioncub_jax.baselines.dgc import dgc
 from lioncub_jax.baselines.diloco import diloco
 from lioncub_jax.baselines.one_bit_adam import one_bit_adam
 from lioncub_jax.baselines.powersgd import powersgd
 from lioncub_jax.baselines.qsgd import qsgd
 from lioncub_jax.baselines.signsgd import signsgd, signum
-from lioncub_jax.baselines.terngrad import terngrad
 
 __all__ = [
-    "dgc",
     "diloco",
     "one_bit_adam",
     "powersgd",
     "qsgd",
     "signsgd",
     "signum",
-    "terngrad",
 ]

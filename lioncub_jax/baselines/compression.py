@@ -6,36 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from lioncub_jax.exchange import bits, checks, decide, quantize, wires
+from lioncub_jax.exchange import checks, decide, quantize, wires
 from lioncub_jax.exchange.bits import at_least_float32
 from lioncub_jax.exchange.mapped import on_workers
 from lioncub_jax.mesh import axes, placement
-from lioncub_jax.mesh.axes import Axes, AxisName
+from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers, worker_axes
 from lioncub_jax.mesh.specs import specs_in_step
 from lioncub_jax.optimizers import owner
-
-Leaves = list[jax.Array]
-
-
-def one_level(method: str, workers: AxisName | Workers) -> Axes:
-    """Returns the axis of workers that are one device each, or shards of one.
-
-    Raises:
-      ValueError: for workers in two levels.
-    """
-    axis, group = worker_axes(workers)
-    if group:
-        raise ValueError(
-            f"{method} has no two levels, but the workers have {workers}: it would have to send what a "
-            "group has in common. Give Workers without a group; with the names of both axes in "
-            "their axis each device is a worker"
-        )
-    return axis
 
 
 def coded_mean(
@@ -105,41 +86,3 @@ def on_devices(
         )
 
     return on_workers(optax.GradientTransformationExtraArgs(init, update), workers)
-
-
-def next_counts(state: Any, axis: Axes, present: jax.Array) -> dict[str, Any]:
-    """The counts of the next state, by field, where so many workers took part."""
-    abstained = axes.workers_on(axis) - present.astype(jnp.int32)
-    return {
-        "count": optax.safe_increment(state.count),
-        "abstained": abstained,
-        "abstentions": bits.add_count(state.abstentions, abstained),
-    }
-
-
-def takes_part(axis: Axes, abstain: jax.Array, values: Leaves) -> jax.Array:
-    """``bool[]``, one for all devices of a worker: False if it abstains, or has a value not finite."""
-    return ~axes.any_over_shards(abstain | ~axes.all_finite(values), axis)
-
-
-def in_messages(send: Callable[[jax.Array], jax.Array], arrays: Leaves) -> Leaves:
-    """Sends arrays in flat messages, one for all that vary over the same mesh axes.
-
-    Args:
-      send: ``[n] -> [n]``, or ``[n] -> [workers, n]``, that of all workers.
-      arrays: of one dtype.
-
-    Returns:
-      The arrays as they are received, in their shapes, ``[workers, ...]`` in the second case.
-    """
-    groups: dict[frozenset[str], list[int]] = {}
-    for i, x in enumerate(arrays):
-        groups.setdefault(axes.varying_axes(x), []).append(i)
-    received = list(arrays)
-    for over in sorted(groups, key=sorted):
-        message, split = ravel_pytree([arrays[i] for i in groups[over]])
-        result = send(message)
-        parts = split(result) if result.ndim == 1 else jax.vmap(split)(result)
-        for i, part in zip(groups[over], parts, strict=True):
-            received[i] = part
-    return received

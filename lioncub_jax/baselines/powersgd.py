@@ -33,13 +33,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from lioncub_jax.baselines import compression
-from lioncub_jax.baselines.compression import Leaves
 from lioncub_jax.exchange import checks, wires
+from lioncub_jax.exchange.bits import add_count
 from lioncub_jax.exchange.checks import check_count, check_kinds
 from lioncub_jax.exchange.mapped import Holder
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
-from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.placement import Workers, worker_axes
 from lioncub_jax.mesh.specs import StateSpecs
 
 
@@ -113,7 +113,13 @@ def powersgd(
     References:
       Vogels et al., "PowerSGD" (arXiv 1905.13727), algorithms 1 and 2.
     """
-    axis = compression.one_level("powersgd", workers)
+    axis, group = worker_axes(workers)
+    if group:
+        raise ValueError(
+            f"powersgd has no two levels, but the workers have {workers}: it would have to send what a "
+            "group has in common. Give Workers without a group; with the names of both axes in "
+            "their axis each device is a worker"
+        )
     check_kinds(tx=(tx, optax.GradientTransformation))
     check_count(f"rank={rank!r}", rank)
 
@@ -140,7 +146,7 @@ def powersgd(
             # Without a barrier the transposition is done by the product: six times as slow on a CPU.
             sent[i] = lax.optimization_barrier(_product(matrices[i], q[i])).T
         # A value that is not finite shows in the products with Q.
-        here = compression.takes_part(axis, abstain, sent)
+        here = ~axes.any_over_shards(abstain | ~axes.all_finite(sent), axis)
         means, present = _average(axis, here, sent)
         p = {i: jnp.linalg.qr(_scaled(means[i].T, means[i].T))[0] for i in compressed}
         new_q, _ = _average(axis, here, [_product(p[i].T, matrices[i]) for i in compressed])
@@ -152,20 +158,25 @@ def powersgd(
         means = [_fitting(mean, g.dtype) for mean, g in zip(means, grads, strict=True)]
         for i in inexact:
             error[i] = jnp.where(here, _fitting(m[i] - means[i], jnp.float32), error[i])
-        return tree.unflatten(optax.tree.cast_like(means, grads)), state._replace(
+        abstained = axes.workers_on(axis) - present.astype(jnp.int32)
+        return tree.unflatten(optax.tree.cast_like(means, grads)), PowerSGDState(
+            count=optax.safe_increment(state.count),
             q=tree.unflatten(q),
             error=tree.unflatten(error),
-            **compression.next_counts(state, axis, present),
+            abstained=abstained,
+            abstentions=add_count(state.abstentions, abstained),
+            specs=state.specs,
         )
 
     return compression.behind(compression.on_devices(workers, init, step), tx, axis)
 
 
-def _average(axis: Axes, here: jax.Array, arrays: Leaves) -> tuple[Leaves, jax.Array]:
+def _average(
+    axis: Axes, here: jax.Array, arrays: list[jax.Array]
+) -> tuple[list[jax.Array], jax.Array]:
     """Means over the workers that take part, and the number of these."""
     counted = [jnp.where(here, x, 0) for x in (*arrays, jnp.float32(1))]
-    add = partial(wires.sum_of_floats, axis=axis)
-    *sums, present = compression.in_messages(add, counted)
+    *sums, present = wires.sum_of_floats(counted, axis)
     return [x / jnp.maximum(present, 1) for x in sums], present
 
 
