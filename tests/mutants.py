@@ -792,8 +792,8 @@ MUTANTS = r"""
 
 # tools/plan/verdict.py: planner
 = plan: a method may need more memory than a device has
-- held_bytes(scheme, parameters, cluster) > memory
-+ held_bytes(scheme, parameters, cluster) > math.inf
+- row.held_bytes > memory
++ row.held_bytes > math.inf
 
 = Plan.faster: a range leaves out the errors of steps
 - spread = 1 + errors * row.learned.error / row.ratio

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lioncub_jax.checkpoint.convert import entries, joined
+from lioncub_jax.checkpoint.convert import entries, joined, leaves_in, types_in
 from lioncub_jax.checkpoint.names import named
 from lioncub_jax.exchange.mapped import Holder
 from lioncub_jax.mesh.placement import Workers
@@ -46,8 +46,7 @@ def carry_over(state: Any, workers: Workers, **fields: Any) -> Any:
       >>> state = lc.checkpoint.carry_over(state, workers, mu=adam.mu, nu=adam.nu, count=adam.count)
     """
     found = entries(state, workers)
-    leaves: dict[str, Any] = {name: x for entry in found for name, x in entry.split().items()}
-    types = {name: (leaf, entry) for entry in found for name, leaf in entry.leaves().items()}
+    leaves, types = leaves_in(found), types_in(found)
 
     def put(name: str, value: Any) -> None:
         leaf, entry = types[name]

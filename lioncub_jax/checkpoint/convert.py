@@ -126,7 +126,17 @@ def portable(state: Any, workers: Workers) -> dict[str, Any]:
 
     Source: this library; see `restore` for the way back.
     """
-    return nested({n: x for entry in entries(state, workers) for n, x in entry.split().items()})
+    return nested(leaves_in(entries(state, workers)))
+
+
+def leaves_in(found: list[Entry]) -> dict[str, jax.Array]:
+    """The leaves of arrays."""
+    return {name: x for entry in found for name, x in entry.split().items()}
+
+
+def types_in(found: list[Entry]) -> dict[str, tuple[Any, Entry]]:
+    """The types of the leaves of arrays, each with its array."""
+    return {name: (leaf, entry) for entry in found for name, leaf in entry.leaves().items()}
 
 
 def entries(state: Any, workers: Workers) -> list[Entry]:
@@ -296,7 +306,7 @@ def restored(
       ValueError: for leaves of another model or optimizer; `Damaged` for another checksum.
     """
     found, workers = entries(like, workers), _auto(workers)
-    wanted = {name: (leaf, entry) for entry in found for name, leaf in entry.leaves().items()}
+    wanted = types_in(found)
     measured = tuple(f"{n}." for n, (_, h) in declared_in(like) if h is Holder.MEASURED)
     _check_same_model(saved, wanted, measured, workers.num_gradients)
     places = {}

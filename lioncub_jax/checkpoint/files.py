@@ -104,13 +104,6 @@ def is_store(path: Any) -> bool:
     return str(path).startswith("gs://")
 
 
-def steps_in(directory: epath.Path) -> list[int]:
-    """The steps that are complete, in order."""
-    if not directory.exists():
-        return []
-    return sorted(x.step for x in ocp.path.step.standard_name_format().find_all(directory))
-
-
 # --- Leaves
 
 

@@ -21,7 +21,15 @@ import jax
 import orbax.checkpoint as ocp
 
 from lioncub_jax.checkpoint import files
-from lioncub_jax.checkpoint.convert import Damaged, Leaves, entries, field_of, let_out, restored
+from lioncub_jax.checkpoint.convert import (
+    Damaged,
+    Leaves,
+    entries,
+    field_of,
+    leaves_in,
+    let_out,
+    restored,
+)
 from lioncub_jax.checkpoint.files import STATE, About, line_of
 from lioncub_jax.checkpoint.names import nested
 from lioncub_jax.exchange.checks import check_count
@@ -213,7 +221,7 @@ class Checkpoints:
             return False
         self._together("save", self._outcome)
         found = entries(state, self.workers)
-        leaves = {name: x for entry in found for name, x in entry.split().items()}
+        leaves = leaves_in(found)
         types = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in leaves.items()}
         about, sums = About(step, data, types, {}), Future[Any]()
         self._saving = Saving(about, sums, threading.current_thread(), [])
@@ -287,7 +295,10 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps with a checkpoint, damaged or not, in order."""
-        return files.steps_in(self.directory)
+        if not self.directory.exists():
+            return []
+        names = ocp.path.step.standard_name_format()
+        return sorted(found.step for found in names.find_all(self.directory))
 
     def wait(self) -> None:
         """Returns when the last save has its name; errors as in `save`. All processes call it."""

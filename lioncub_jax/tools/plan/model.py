@@ -256,7 +256,9 @@ def step_time(scheme: Scheme, parameters: int, cluster: Cluster) -> Row:
         packed = (sent_bytes + scheme.packs * parameters) / cluster.group_size
     memory = measured.memory_bandwidth if measured else cluster.memory_bandwidth
     local = 8 * 2 * packed / memory  # written once and read once
-    held = held_bytes(scheme, parameters, cluster)
+    # The devices of a worker share what is held, by any axis.
+    state = scheme.each + scheme.shared / workers
+    held = (MODEL + state) * parameters / cluster.group_size
     sent_bytes /= scheme.every
     return Row(scheme, sent_bytes, local, fixed, link_seconds, held)
 
@@ -280,9 +282,3 @@ def orthogonalising(parameters: int, tokens: int, num_owners: int) -> np.ndarray
         per_token.append(share * operations * width / 6)
     most, least = per_token
     return np.array([[most], [math.sqrt(most * least)], [least]]) / (tokens * num_owners)
-
-
-def held_bytes(scheme: Scheme, parameters: int, cluster: Cluster) -> float:
-    """Bytes on a device; the devices of a worker share them, by any axis."""
-    state = scheme.each + scheme.shared / cluster.num_workers
-    return (MODEL + state) * parameters / cluster.group_size

@@ -7,7 +7,7 @@ from rich.text import Text
 from lioncub_jax.programs.units import bytes_text, rate_text, seconds_text
 from lioncub_jax.tools.plan import evidence, verdict
 from lioncub_jax.tools.plan.methods import SCHEMES
-from lioncub_jax.tools.plan.model import Row, held_bytes
+from lioncub_jax.tools.plan.model import Row, step_time
 from lioncub_jax.tools.plan.verdict import Plan, Range
 
 HEADS = "bits a\nparam|sent\na step|time\na step|tokens\n/AdamW|speedup\nto the loss|\nmemory"
@@ -58,8 +58,9 @@ def table(plan: Plan) -> Table:
             style="bold green" if row is use else "" if x["tokens"] else "dim",
         )  # fmt: skip
     for name, why in plan.refused.items():
-        held = bytes_text(held_bytes(SCHEMES[name], plan.parameters, plan.cluster))
-        out.add_row(f"  {SCHEMES[name].title}", *[""] * 4, why, held, style="dim")
+        row = step_time(SCHEMES[name], plan.parameters, plan.cluster)
+        held = bytes_text(row.held_bytes)
+        out.add_row(f"  {row.scheme.title}", *[""] * 4, why, held, style="dim")
     return out
 
 

@@ -14,7 +14,7 @@ from lioncub_jax.exchange.checks import check_number
 from lioncub_jax.tools.plan import evidence
 from lioncub_jax.tools.plan.evidence import DATA, FAR, Found
 from lioncub_jax.tools.plan.methods import ALONE, SCHEMES
-from lioncub_jax.tools.plan.model import Cluster, Row, held_bytes, orthogonalising, step_time
+from lioncub_jax.tools.plan.model import Cluster, Row, orthogonalising, step_time
 
 # Why a method is not to be used.
 FITS_NOT, NO_GROUP, APART = "does not fit", "no group=", "data differ"
@@ -224,14 +224,15 @@ def plan(
     )  # fmt: skip
     rows, refused = {}, {}
     for name, scheme in SCHEMES.items():
+        row = step_time(scheme, parameters, cluster)
         if data != DATA[0] and scheme.votes:
             refused[name] = APART
-        elif held_bytes(scheme, parameters, cluster) > memory:
+        elif row.held_bytes > memory:
             refused[name] = FITS_NOT
         elif cluster.group_size > 1 and not scheme.two_levels:
             refused[name] = NO_GROUP
         else:
-            rows[name] = step_time(scheme, parameters, cluster)
+            rows[name] = row
     nearest = evidence.cell_for(cluster.num_workers, tokens, data, parameters)
     for scheme in ALONE.values():
         rows[scheme.name] = step_time(scheme, parameters, cluster)._replace(
