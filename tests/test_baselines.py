@@ -193,7 +193,7 @@ CUT = {
     "b": ((9,), P()), "empty": ((0, 4), P()),
 }  # fmt: skip
 ON_SHARDS = {
-    "error": fed_back("diloco", 0.5, 1),
+    "error": fed_back("diloco", 0.5, 8),
     "error of Adam": of_adam("one_bit_adam", warmup=1),
     "error of PowerSGD": low_rank(2)._replace(near=2e-3, near_kept=2e-3),
 }
