@@ -236,11 +236,10 @@ TRACED = [
     (lc.sync_momentum(optax.sgd(0.1), SYNC.every(2), workers=AXIS), "keeps no momentum"),
     *(
         (
-            make(mask=mask),
+            cub(mask=mask),
             "mask={'v': True} does not fit ... a bool for each leaf ... a whole subtree",
         )
         for mask in ({"v": True}, lambda params: {"v": True})
-        for make in (cub, functools.partial(lc.baselines.signsgd, 0.1, workers=AXIS))
     ),
 ]
 

@@ -109,10 +109,10 @@ def of(
 
     Example:
       >>> import jax, jax.numpy as jnp, lioncub_jax as lc
-      >>> tx = lc.baselines.qsgd(0.1, bits=2, workers="data")
+      >>> tx = lc.owner_adamw(1e-3, workers="data")
       >>> two = lc.Workers(jax.sharding.AbstractMesh((2,), ("data",)), "data")
       >>> round(lc.audit.of(tx, {"w": jnp.ones(2**20)}, two).bits_per_parameter, 3)
-      2.129
+      2.63
       >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "fsdp"))
       >>> cut = {"specs": {"w": jax.P("fsdp")}}
       >>> lc.audit.of(tx, {"w": jnp.ones(2**20)}, lc.Workers(mesh, "data"), **cut).parameters == 2**18

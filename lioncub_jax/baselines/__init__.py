@@ -3,10 +3,7 @@
 | baseline | worker sends | travels back | source |
 |---|---|---|---|
 | `global_gradients(tx)` | its gradient, float32 | (all-reduce) the mean | optax, on the mean |
-| `signsgd` | 1 bit of its gradient | the majority, 1 bit | Bernstein et al., arXiv 1802.04434 |
-| `signum` | 1 bit of its momentum | the majority, 1 bit | Bernstein et al., arXiv 1810.05291 |
 | `one_bit_adam` | floats, then 1 bit and a scale for each row of 128 | the same | 2102.02888 |
-| `qsgd` | p bits at random and a norm for each row of 128 | (all-gather) | 1610.02132 |
 | `powersgd` | two factors of each matrix, float32 | (all-reduce) their means | 1905.13727 |
 | `diloco` | its difference of H steps: float32, or p bits and feedback | the mean, the same | 2311.08105 |
 
@@ -28,14 +25,9 @@ nothing.
 from lioncub_jax.baselines.diloco import diloco
 from lioncub_jax.baselines.one_bit_adam import one_bit_adam
 from lioncub_jax.baselines.powersgd import powersgd
-from lioncub_jax.baselines.qsgd import qsgd
-from lioncub_jax.baselines.signsgd import signsgd, signum
 
 __all__ = [
     "diloco",
     "one_bit_adam",
     "powersgd",
-    "qsgd",
-    "signsgd",
-    "signum",
 ]

@@ -46,12 +46,6 @@ def behind(
     return optax.chain(mean, optax.GradientTransformationExtraArgs(init, update))
 
 
-def sgd_momentum(decay: ArrayLike, nesterov: bool = False) -> optax.GradientTransformation:
-    """Momentum ``v = m v + g``; a decay of 0 keeps none."""
-    is_zero = isinstance(decay, (int, float)) and decay == 0
-    return optax.identity() if is_zero else optax.trace(decay, nesterov)
-
-
 def on_devices(
     workers: AxisName | Workers,
     init: Callable[[optax.Params], Any],

@@ -3,7 +3,7 @@
 import optax
 from jax.typing import ArrayLike
 
-from lioncub_jax.baselines.compression import behind, coded_mean, sgd_momentum
+from lioncub_jax.baselines.compression import behind, coded_mean
 from lioncub_jax.exchange.checks import check_betas, check_rates
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers
@@ -58,7 +58,8 @@ def diloco(
     """
     check_betas(momentum=momentum)
     check_rates(learning_rate=learning_rate)
-    nesterov = sgd_momentum(momentum, nesterov=True)
+    keeps_none = isinstance(momentum, (int, float)) and momentum == 0
+    nesterov = optax.identity() if keeps_none else optax.trace(momentum, nesterov=True)
     outer = optax.chain(nesterov, optax.scale_by_learning_rate(learning_rate))
     if bits is None:
         return global_gradients(outer, workers=workers)
