@@ -38,7 +38,6 @@ _OPS = {
     "reduce_scatter": "reduce-scatter",
 }
 _QUIET = {"axis_index", "pvary", "shard_map"}  # they name axes, and nothing travels
-MUCH = 0.1  # of filling
 _FLAGS = 4  # numbers: flags and counts of votes inside a worker, which are not counted
 
 
@@ -55,8 +54,8 @@ class Traffic(NamedTuple):
       stages: where the number of the step decides, ``sent_bytes`` of each way that a step can go, in the
         order of the program's branches: without and with a sync, or the stages of a warm-up.
       collectives: of ``sent_bytes`` and ``group_bytes``, one after the other.
-      filling: of whole matrices at owners, how much of what travels is empty, over the parameters.
-      advice: what to do about it, where that is much.
+      filling: of whole matrices at owners, how much of what travels is empty, over the parameters. Where it
+        is above 10 %, put devices together, ``Workers(mesh, axis, group=...)``.
     """
 
     num_workers: int
@@ -66,16 +65,6 @@ class Traffic(NamedTuple):
     stages: tuple[float, ...] = ()
     collectives: tuple[Collective, ...] = ()
     filling: float = 0.0
-
-    @property
-    def advice(self) -> str:
-        """Two levels, where some owners have no matrix; else nothing."""
-        if self.filling <= MUCH:
-            return ""
-        return (
-            f"{self.filling:.0%} of what travels is empty, as there are few matrices for the owners: put "
-            "devices together, Workers(mesh, axis, group=...)"
-        )
 
     @property
     def bits_per_parameter(self) -> float:
