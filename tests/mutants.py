@@ -64,10 +64,6 @@ MUTANTS = r"""
 - return errors
 + return [0 * error for error in errors]
 
-= next_error: a share of the error is to come back, and all of it does
-- error if codec.keep == 1 else codec.keep * error
-+ error
-
 = decision_context: ties of a second bucket take the coins of the first
 - row = places.first_row + first
 + row = first
@@ -75,10 +71,6 @@ MUTANTS = r"""
 = encode: a leaf takes the scales of the bucket's first rows for its own
 - cut(rows, start * BLOCK, len(x))
 + cut(rows, 0 * start, len(x))
-
-= encode: rotated rows are measured as if padding had stayed where it was
-- whole._replace(row_sizes=None)
-+ whole
 
 # exchange/step.py: sharding accounting optimizer contract
 = leaf_means: a leaf in shards has the scale of one shard

@@ -33,7 +33,6 @@ def predict(workers, **parts):
 
 
 votes = communicate(momentum=lc.momentum.blend())
-TURNED = Q.rotated(Q.midrise(1))
 at_owner = D.at_owner(optax.scale_by_lion(), D.sign())
 
 
@@ -82,15 +81,6 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
         lambda x: lc.global_gradients(optax.sgd(0.1), x, workers=AXIS), ["int8"], ValueError,
         "dtype= ... {} ... float32 or bfloat16",
     ),
-    (
-        lambda x: Q.error_feedback(Q.midrise(1), keep=x), [0, -0.5, 1.5, NAN, "half"], ValueError,
-        "error_feedback(keep={!r}) ... above 0 and at most 1",
-    ),
-    (
-        Q.rotated,
-        [Q.integer(8), Q.ternary(), Q.dense(), TURNED, Q.error_feedback(Q.midrise(1))],
-        ValueError, "rotated({.name}) ... rotated back ... error_feedback(rotated(midrise(1)))",
-    ),
     *(
         (make, NO_COUNT, ValueError, f"{make.__name__}({{!r}}) ... a whole number of at least 1")
         for make in (SYNC.every, SYNC.first, SYNC.thinning)
@@ -138,7 +128,6 @@ MISFITS = [
     ({"decision": at_owner, "quantizer": Q.ternary()}, f"decodes values ... ternary {NO_STEPS}"),
     ({"decision": at_owner, "quantizer": Q.integer()}, f"decodes values ... integer(8) {NO_STEPS}"),
     ({"quantizer": FEEDBACK}, "error feedback has no codes to count ... decision=at_owner(tx)"),
-    ({"quantizer": TURNED}, "rotated(midrise(1)) has no codes to count ... decision=at_owner(tx)"),
     (
         {"decision": at_owner, "quantizer": FEEDBACK, "wire": WIRES.counts()},
         "the counts(int8) wire adds codes ... decision=majority() ... two_phase",

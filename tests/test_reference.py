@@ -58,9 +58,6 @@ RULES = {
         lion.at_owner(optax.scale_by_adam(eps=0.0), coding.error_feedback(coding.midrise(3)), 2)
     ),
     "owner, dense": at_owner(coding.dense()),
-    "owner, rotated": at_owner(
-        coding.error_feedback(coding.rotated(coding.sign()), jnp.float32, 0.7)
-    ),
     "sync": Rule(sync.synced(VOTE, even)),
     "sync in codes": Rule(sync.synced(VOTE, even, coded=1)),
     "mean": Rule(baselines.averaged(optax.trace(0.5)), 1),

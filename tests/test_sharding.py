@@ -156,7 +156,6 @@ METHODS = {
     "average": Method("sign()", "average").of_workers,
     "owner": Method("midrise(2)", "sign").of_owners,
     "owes": Method("error_feedback(midrise(2), float32)", "sign").of_owners,
-    "rotated": Method("rotated(midrise(1))", "sign").of_owners,
     "dense": Method("dense()", "sign").of_owners,
 }
 
@@ -182,7 +181,7 @@ CASES = [
     ("data=2 fsdp=2 tp=2", AUTO, "owner average", LEAVES),
     ("data=1 tp=4", AUTO, "sign owner", LEAVES),
     ("node=2 gpu=4", AUTO, "ternary dense", LEAVES),
-    ("node=2 gpu=2 tp=2", EXPLICIT, "sign owes rotated", LEAVES),
+    ("node=2 gpu=2 tp=2", EXPLICIT, "sign owes", LEAVES),
     ("data=4 tp=2", AUTO, "sign", LARGE),
     ("node=4 gpu=2", AUTO, "owner", LARGE),
     pytest.param("node=1 gpu=4", AUTO, "sign owner", LEAVES, marks=pytest.mark.long),

@@ -215,9 +215,7 @@ def voted(
 def owned(code: str, family: Family, direction: Any, reply_bits: int | None) -> Contender:
     """A direction at the owner of codes of 3 bits, answered by its sign or in so many bits."""
     quantizer = lc.quantize.error_feedback(lc.quantize.midrise(3))
-    codes = coding.error_feedback(
-        coding.midrise(3), quantizer.value.error_dtype, quantizer.value.keep
-    )
+    codes = coding.error_feedback(coding.midrise(3), quantizer.value.error_dtype)
     reply = lc.decide.sign() if reply_bits is None else lc.decide.codes(reply_bits)
     return voting(
         code, family,

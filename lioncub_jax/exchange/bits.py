@@ -555,7 +555,7 @@ def compare(
 
 # --- Fair bits
 
-_TIES, _ZEROS, _ORDER, _LANES = 0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
+_TIES, _ZEROS, _ORDER = 0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D
 
 
 def tie_bits(first_word: jax.Array | int, words: int, num_steps: jax.Array | int) -> jax.Array:
@@ -620,11 +620,6 @@ def random_signs(
       ``uint32[words]``.
     """
     return _hashed(first_word, words, seed) ^ flip
-
-
-def lane_bits(num_steps: jax.Array | int) -> jax.Array:
-    """A fair bit for each of the 128 elements of a row, the same in all rows: ``uint32[128]``."""
-    return _hashed(0, ROW, _seed(num_steps, _LANES)) & 1
 
 
 def _hashed(first_word: jax.Array | int, words: int, seed: jax.Array) -> jax.Array:

@@ -185,8 +185,6 @@ def decide_on_mean(
 ) -> tuple[Reply, OwnerState]:
     """Averages, runs the transform, encodes its result."""
     mean = mean_of_values(received, context).reshape(-1, ROW)
-    if context.codec.rotates:
-        mean = quantize.rotated_back(mean, context.num_steps)
     known = known_elements(mean, received.present, context.row_sizes)
     u, inner = run(mean, known, context, state.inner)
     planes, row_data, ties, error = reply.encode(u, context, state.error)

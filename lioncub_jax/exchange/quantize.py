@@ -39,8 +39,6 @@ __all__ = [
     "integer",
     "levels",
     "midrise",
-    "rotated",
-    "rotated_sign",
     "sign",
     "stochastic",
     "ternary",
@@ -84,8 +82,6 @@ class Codec(NamedTuple):
       rounding: the seed of stochastic rounding, or None for the nearest code.
       uses_leaf_mean: ``rows`` needs the mean magnitude of whole leaves.
       error_dtype: dtype of the error that a worker keeps (error feedback), or None.
-      keep: the share of the error that is kept.
-      rotates: codes are of rotated rows, see `rotated`.
     """
 
     max_code: Callable[[int], int]
@@ -99,8 +95,6 @@ class Codec(NamedTuple):
     rounding: int | None = None
     uses_leaf_mean: bool = False
     error_dtype: np.dtype | None = None
-    keep: float = 1.0
-    rotates: bool = False
 
     @property
     def marks_rows(self) -> bool:
@@ -481,27 +475,21 @@ def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
     )
 
 
-def error_feedback(
-    quantizer: Quantizer, dtype: DTypeLike = jnp.bfloat16, *, keep: float = 1.0
-) -> Quantizer:
+def error_feedback(quantizer: Quantizer, dtype: DTypeLike = jnp.bfloat16) -> Quantizer:
     """Adds the error of the last code to the next value, so that nothing is lost, only late.
 
-    ``x = g + e``, send ``q = Q(x)``; then ``e = keep * (x - dequantize(q))``. The error stays with the
-    worker; one that the dtype cannot hold is kept as the largest that it can.
+    ``x = g + e``, send ``q = Q(x)``; then ``e = x - dequantize(q)``. The error stays with the worker; one
+    that the dtype cannot hold is kept as the largest that it can.
 
     Args:
       quantizer: one with scales that can travel, such as ``midrise(3)``.
       dtype: in which the error is kept; one array of this dtype per worker and leaf.
-      keep: the share of the error that is fed back, in (0, 1]. With one bit the error is as large as the
-        gradient, and the full error adds noise: 0.7 is best for ``rotated(midrise(1))``. With more bits
-        use 1.
 
     Returns:
       The ``Quantizer`` with feedback; it has no votes, which are not decoded and so have no error.
 
     Raises:
-      ValueError: if the quantizer's values cannot be decoded, the dtype is not floating, or ``keep`` is out
-        of range.
+      ValueError: if the quantizer's values cannot be decoded, or the dtype is not floating.
 
     Source: Seide et al. 2014; Karimireddy et al., "Error feedback fixes SignSGD" (arXiv 1901.09847).
 
@@ -517,69 +505,8 @@ def error_feedback(
             "so codes must have scales that travel; use midrise(p)"
         )
     check_floating("dtype", dtype)
-    allowed = "give a share above 0 and at most 1"
-    check_number(f"error_feedback(keep={keep!r})", keep, lambda x: 0 < x <= 1, allowed, float)
-    share = f" of {keep:g}" if keep < 1 else ""
-    name = f"{quantizer.name} + error feedback{share}"
-    return Quantizer(name, value=codec._replace(error_dtype=jnp.dtype(dtype), keep=float(keep)))
-
-
-def rotated(quantizer: Quantizer) -> Quantizer:
-    """Codes of rows after a random rotation, which the owner undoes: good codes of one bit.
-
-    One bit and a scale are a poor code for a row with a few large values, as gradients of embeddings are.
-    All workers rotate their rows of 128 by the same rotation, another one in each step; the owner averages
-    what arrives and rotates the mean back. It costs no bits, and products of a row with a matrix of 128 x
-    128: two at a worker, one at an owner.
-
-    Args:
-      quantizer: ``midrise(p)``; of one bit it gains most.
-
-    Returns:
-      The ``Quantizer``, for momentum at the owner, where it goes inside of ``error_feedback``; it has no
-      votes, which are about single elements.
-
-    Raises:
-      ValueError: if the quantizer's values cannot be decoded, travel as they are, or are rotated or fed
-        back already.
-
-    Example:
-      >>> import lioncub_jax as lc
-      >>> one = lc.quantize.error_feedback(lc.quantize.rotated(lc.quantize.midrise(1)))
-      >>> tx = lc.owner_lion(1e-4, workers="data", quantizer=one)
-
-    Source: Vargaftik et al., DRIVE (arXiv 2105.08339), for means of codes of one bit; a rotation of a row
-    and not of a whole tensor, error feedback and Lion at the owner are ours.
-    """
-    codec = quantizer.value
-    if codec is None or not codec.sends_scales or codec.rotates or codec.error_dtype:
-        raise ValueError(
-            f"rotated({quantizer.name}): only codes with scales can be rotated back, once, and feedback "
-            "goes around it; give midrise(p), as in error_feedback(rotated(midrise(1)))"
-        )
-
-    return Quantizer(f"rotated({quantizer.name})", value=codec._replace(rotates=True))
-
-
-def rotated_sign(dtype: DTypeLike = jnp.bfloat16) -> Quantizer:
-    """One bit for momentum at the owner, where there are many workers: 2.13 bits up and down together.
-
-    Signs of rotated rows, and 0.7 of their error comes back: ``error_feedback(rotated(midrise(1)),
-    keep=0.7)``.
-
-    Args:
-      dtype: in which the error is kept.
-
-    Raises:
-      ValueError: if the dtype is not floating.
-
-    Example:
-      >>> import lioncub_jax as lc
-      >>> tx = lc.owner_lion(1e-4, workers="data", quantizer=lc.quantize.rotated_sign())
-
-    Source: this library; docs/reports/convergence.md has what it loses.
-    """
-    return error_feedback(rotated(midrise(1)), dtype, keep=0.7)
+    name = f"{quantizer.name} + error feedback"
+    return Quantizer(name, value=codec._replace(error_dtype=jnp.dtype(dtype)))
 
 
 def to_bfloat16(x: jax.Array) -> jax.Array:
@@ -638,44 +565,6 @@ def mean_of_sums(
     size = ROW if row_sizes is None else jnp.maximum(row_sizes, 1).astype(jnp.float32)
     mean = jnp.where(jnp.isfinite(total), total / size, maximum)
     return mean, jnp.isfinite(maximum)
-
-
-# --- Rotated rows
-#
-# One bit has the sign of a value and nothing of its size, which loses little where all values of a row are
-# of about one size, as after a rotation: a value that stood out is shared out over all 128. The rotation
-# of a step is R = diag(s) H, with H the Hadamard matrix of 128 and signs s drawn anew in each step, the
-# same on all workers. Its entries are 1 and -1, so that sums of short integers are exact, and R R^T = 128.
-# A product with a matrix of 128 x 128 is what TPUs and GPUs do best, and on a CPU takes half the time of
-# butterflies (measured).
-
-
-def rotated_rows(rows: jax.Array, num_steps: jax.Array) -> jax.Array:
-    """``x R`` of each row: ``float32[..., rows, 128]``, ``sqrt(128)`` times as long.
-
-    Args:
-      rows: ``float32[..., rows, 128]``.
-      num_steps: ``int32[]``, steps taken before, from which the signs are drawn.
-    """
-    return _product(rows, _rotation(num_steps))
-
-
-def rotated_back(rows: jax.Array, num_steps: jax.Array) -> jax.Array:
-    """Undoes `rotated_rows`: ``y R^T / 128`` of each row."""
-    return _product(rows, _rotation(num_steps).T) * (1 / ROW)
-
-
-def _rotation(num_steps: jax.Array) -> jax.Array:
-    """``float32[128, 128]`` of 1 and -1."""
-    lanes = np.arange(ROW, dtype=np.uint32)
-    odd = np.bitwise_count(lanes[:, None] & lanes) & 1
-    signs = 1 - 2 * bits.lane_bits(num_steps).astype(jnp.float32)
-    return signs[:, None] * (1 - 2 * odd.astype(np.float32))
-
-
-def _product(rows: jax.Array, matrix: jax.Array) -> jax.Array:
-    # HIGHEST: TPUs round to bfloat16 otherwise, and the owner has no error feedback for that.
-    return jnp.dot(rows, matrix, precision=lax.Precision.HIGHEST)
 
 
 # --- Helpers

@@ -16,11 +16,11 @@ or are in `wires`: *interpolate* is `piece_input`, *decide* a method of the deci
                  f_j = u_j + f_j - dequantize(r_j)                               decide.py
     publish      all-gather of r_j                                               wires.py
     decode       u = dequantize(r_1, ..., r_W)               every worker        votes.py, decide.py
-    remember     e_i = keep * (c_i + e_i - dequantize(q_i))  worker i            step.py
+    remember     e_i = c_i + e_i - dequantize(q_i)           worker i            step.py
                  mu_i = b2 mu_i + (1 - b2) g_i                                   momentum.py
                  (after a coded sync mu_i = u + e_i, see `sync.coded`)
 
-The factor ``keep`` is at most 1. Votes are signed codes ``v_i = 2 q_i - max_code``, without scales or f_j.
+Votes are signed codes ``v_i = 2 q_i - max_code``, without scales or f_j.
 `majority` replies with ``sign(sum_i v_i)`` in one bit: a tie is a fair bit, the same everywhere. `ternary`
 replies in two bits: a tie is 0. `average` replies with the sum: ``u = sum_i v_i / (n max_code)`` of n
 voters. An optimizer ``tx`` at the owners: ``u_j, s_j = tx(mean_i dequantize(q_i); s_j)``, and R has two
@@ -69,7 +69,7 @@ from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW, at_least_float3
 from lioncub_jax.exchange.layout import Piece
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.plan import BucketPlan, Exchange, Plan
-from lioncub_jax.exchange.quantize import Codec, Context, Rows, rotated_back, rotated_rows
+from lioncub_jax.exchange.quantize import Codec, Context, Rows
 from lioncub_jax.exchange.votes import Decision
 from lioncub_jax.exchange.wires import (
     Coded,
@@ -182,7 +182,7 @@ def step(
             with jax.named_scope("lioncub.remember"):
                 if rule.synchronizes:
                     own_codes = codes_of_piece(coded[k], bucket, start, x.piece.rows)
-                    new = synced_momentum(x, u, codec, plan.num_steps, own_codes)
+                    new = synced_momentum(x, u, codec, own_codes)
                 else:
                     new = rule.update(x.gradient, x.momentum)
                 store(plan, x.piece, x.momentum, new, here, new_mu)
@@ -298,10 +298,6 @@ def encode(
     """``q = Q(c + e)`` of a bucket, of ``c + e`` of its pieces."""
     pieces, seed = bucket.pieces, codec.rounding
     whole = bucket_context(codec, plan, bucket, inputs[0])
-    if codec.rotates:
-        # After the rotation the padding is not zero any more, so all 128 elements count.
-        inputs = [rotated_rows(x, plan.num_steps) for x in inputs]
-        whole = whole._replace(row_sizes=None)
     if codec.uses_leaf_mean:
         whole = whole._replace(leaf_mean=leaf_means(plan, bucket, inputs))
     # Functions of pieces are traced once for all large leaves of one shape.
@@ -501,12 +497,10 @@ def split_update(plan: Plan, piece: Piece, u: jax.Array) -> dict[int, jax.Array]
 # of `owner_adamw` 104 MB instead of 86 (a model of 20 arrays and width 768 on 8 CPU devices).
 
 
-def synced_momentum(
-    x: PieceInput, u: jax.Array, codec: Codec, num_steps: jax.Array, coded: Coded
-) -> jax.Array:
+def synced_momentum(x: PieceInput, u: jax.Array, codec: Codec, coded: Coded) -> jax.Array:
     """``mu = u + e`` of a piece, after a sync in codes."""
     exact = at_least_float32(layout.piece_to_rows(plus_error(x.direction, x.error), x.piece))
-    error = next_error(codec, num_steps, coded, exact)
+    error = next_error(codec, coded, exact)
     return layout.rows_to_piece(error + u.reshape(exact.shape), x.piece)
 
 
@@ -518,15 +512,12 @@ def codes_of_piece(coded: Coded, bucket: BucketPlan, start: jax.Array, rows: int
     return coded._replace(scales=scales, halves=cut(coded.halves, start, rows // BLOCK, -3))
 
 
-def next_error(codec: Codec, num_steps: jax.Array, coded: Coded, exact: jax.Array) -> jax.Array:
-    """``e = keep (c + e - dequantize(q))``, of the rows ``c + e`` of a piece. Padding may hold anything."""
+def next_error(codec: Codec, coded: Coded, exact: jax.Array) -> jax.Array:
+    """``e = c + e - dequantize(q)``, of the rows ``c + e`` of a piece. Padding may hold anything."""
     assert codec.decode is not None and coded.scales is not None
     codes = bits.half_unpacked(coded.halves, len(coded.planes))
     rows = codec.decode(codes, coded.scales.reshape(codes.shape[:-1]))
-    if codec.rotates:
-        rows = rotated_back(rows, num_steps)
-    error = exact - rows.reshape(exact.shape).astype(exact.dtype)
-    return error if codec.keep == 1 else codec.keep * error
+    return exact - rows.reshape(exact.shape).astype(exact.dtype)
 
 
 def store_errors(
@@ -539,7 +530,7 @@ def store_errors(
         assert x.error is not None
         if x.piece.joined:
             own = codes_of_piece(coded, bucket, start, x.piece.rows)
-            error = next_error(codec, plan.num_steps, own, plus_error(x.direction, x.error))
+            error = next_error(codec, own, plus_error(x.direction, x.error))
             store(plan, x.piece, x.error, error, participates, leaves)
             continue
         large.append((x.piece, start))
@@ -557,7 +548,7 @@ def store_errors(
     ) -> jax.Array:
         own = codes_of_piece(coded, bucket, start, piece.rows)
         exact = plus_error(layout.piece_to_rows(direction, piece), error)
-        made = next_error(codec, plan.num_steps, own, exact)
+        made = next_error(codec, own, exact)
         return saturated(layout.zero_padding(made, sizes), error.dtype)
 
     def new(errors: list[jax.Array], directions: list[jax.Array], coded: Coded) -> list[jax.Array]:

@@ -215,9 +215,9 @@ def vote(
         given, codec = f"decision={reply_codec.name}: {quantizer.name}", quantizer.vote
         if codec is None:
             raise ValueError(
-                f"{given} has no codes to count, for values that travel as "
-                "they are, error feedback and rotation are of values that an owner decodes: give "
-                "decision=at_owner(tx), or a quantizer without them, such as sign()"
+                f"{given} has no codes to count, for values that travel as they are and error feedback are "
+                "of values that an owner decodes: give decision=at_owner(tx), or a quantizer without them, "
+                "such as sign()"
             )
         if zero is False and codec.midtread:
             raise ValueError(

@@ -22,9 +22,6 @@ packed. The rules, for workers ``i = 0 .. W-1`` and the step after ``t`` others:
   magnitude of their leaf. Padding is zeros and is coded as they are. No square is taken: values times a
   power of two give the same levels. Where the sum of a row overflows (from 2**121 on) its largest
   magnitude stands for the mean; the sum of a leaf is then taken of values times 2**-64.
-* **Rotated codes** are those of ``y = x R`` of each row, padding included. ``R = diag(s) H`` with the
-  Hadamard matrix ``H[i, j] = (-1)**(bits of i & j)``; ``s`` of lane ``j`` is -1 where the last bit of
-  ``mix(j ^ mix(t + 0x27D4EB2F))`` is 1. What is decoded, or its mean, is rotated back by ``R^T / 128``.
 * **Mean** of what is decoded, over those who take part.
 * **Codes both ways.** The owner of a row adds its own error to that mean, answers ``u`` and keeps the
   rest. Levels of the answer are odd multiples of half a mid-rise step, a zero is positive, padding is
@@ -53,7 +50,7 @@ GAUSSIAN_STEP = {
     1: 2.0, 2: 1.2479, 3: 0.7344, 4: 0.4199, 5: 0.2357, 6: 0.1305, 7: 0.0713, 8: 0.0386,
 }  # fmt: skip
 
-TIE, SIDE, RANK, TURN = 0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F  # for each use of the hash
+TIE, SIDE, RANK = 0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D  # for each use of the hash
 
 
 class Buffer(NamedTuple):
@@ -159,18 +156,12 @@ def round_up(n, unit):
 # --- Values to codes
 
 
-def not_rotated(y, buffer, t):
-    return y
-
-
 class Codes(NamedTuple):
     """A quantizer."""
 
     most: Callable[[int], float]  # W -> largest level; whole if a level means zero
     encode: Callable[..., Any]  # (x float32[W, rows, 128], Buffer, t) -> levels and steps
-    back: Callable[..., Any] = not_rotated  # of what is decoded
-    feedback: Any = None  # the dtype of errors, and the share of them that is kept
-    keep: float = 1.0
+    feedback: Any = None  # the dtype of errors
 
 
 def sign():
@@ -243,34 +234,14 @@ def levels(p, rounding=None):
     return Codes(lambda workers: s, encode)
 
 
-def rotated(codes):
-    """Codes of rotated rows."""
-
-    def encode(x, buffer, t):
-        whole = buffer._replace(real=np.ones_like(buffer.real))
-        return codes.encode(product("...j,jk->...k", x, rotation(t)), whole, t)
-
-    def back(y, buffer, t):
-        return product("...k,jk->...j", y, rotation(t)) / ROW * buffer.real
-
-    return Codes(codes.most, encode, back)
-
-
-def rotation(t):
-    """``R`` of a step, ``float32[128, 128]``."""
-    lane = np.arange(ROW, dtype=np.uint32)
-    hadamard = 1 - 2 * (np.bitwise_count(lane[:, None] & lane) % 2).astype(np.float32)
-    return (1 - 2 * (mixed(lane, t, TURN) & 1).astype(jnp.float32))[:, None] * hadamard
-
-
 def product(how, a, b):
     """In full float32, on chips too that round before they multiply."""
     return jnp.einsum(how, a, b, precision=lax.Precision.HIGHEST)
 
 
-def error_feedback(codes, dtype=jnp.bfloat16, keep=1.0):
-    """Codes of a worker that keeps what they miss, or a share of it."""
-    return codes._replace(feedback=dtype, keep=keep)
+def error_feedback(codes, dtype=jnp.bfloat16):
+    """Codes of a worker that keeps what they miss."""
+    return codes._replace(feedback=dtype)
 
 
 # --- Means of magnitudes, and roundings

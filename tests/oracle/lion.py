@@ -216,15 +216,14 @@ def at_owner(tx, codes, reply=None, *, decide=majority):
         x = x if error is None else x + buffer.join(error)
         level, unit = coded.encode(x, buffer, t)
         present = takes_part(x, abstain)
-        mean = coded.back(decoded_mean(Votes(level, unit, present)), buffer, t)
+        mean = decoded_mean(Votes(level, unit, present))
         some = jnp.any(present)
         known = some & jnp.isfinite(mean) & buffer.real
         update, inner = tx.update(jnp.where(known, mean, 0), state.inner)
         c = jnp.where(known, update, 0)
         inner = jax.tree.map(partial(stays, known, some), inner, state.inner)
         if error is not None:
-            rest = codes.keep * (x - coded.back(level * unit, buffer, t))
-            error = kept(present, buffer.split(rest, error), error)
+            error = kept(present, buffer.split(x - level * unit, error), error)
         moves = jnp.any(c != 0, axis=-1, keepdims=True)
         ties = jnp.sum((c == 0) & moves & buffer.real & (workers > 1), dtype=jnp.float32)
         changed = {"inner": inner, "error": error, "ties": ties}
