@@ -69,7 +69,7 @@ def made() -> dict[Path, str]:
 
 def packaged() -> dict[str, Any]:
     """All methods, but not the runs that look for a reason."""
-    return evidence.evidence([row for row in read() if row["contender"] not in contenders.REASONS])
+    return evidence.evidence([row for row in read() if row["contender"] not in contenders.TRIED])
 
 
 def left(part: str, save: Path) -> str:
@@ -83,7 +83,7 @@ def left(part: str, save: Path) -> str:
 
 def part_of(row: dict) -> str:
     """The part that a row is of."""
-    if row["contender"] in contenders.REASONS:
+    if row["contender"] in contenders.TRIED:
         return "reason"
     if row["width"] != lengths.WIDTH:
         return "ladder"

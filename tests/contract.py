@@ -46,7 +46,6 @@ TRANSFORMS = {
     "vote, int8": rated(LION, lc.lion_cub, quantizer=Q.integer(8), wire=WIRES.counts()),
     "vote, buckets": rated(LION, lc.lion_cub, bucket_size=3000),
     "vote, synced": rated(LION, lc.lion_cub, sync=lc.sync.every(2)),
-    "vote, synced in codes": rated(LION, lc.lion_cub, sync=lc.sync.coded(lc.sync.every(2))),
     "average": rated(LION, lc.distributed_lion, average=True),
     "owner": rated(LION, lc.owner_lion),
     "owner, adamw": rated(optax.adamw(RATE, weight_decay=0.0), lc.owner_adamw),
@@ -187,8 +186,7 @@ OWN = {
     "vote": "mu", "average": "mu", "owner": "error owner.mu",
     "owner, adamw": "error owner.mu owner.nu owner.error",
     "owner, muon": "error owner.mu owner.nu owner.error", "owner, trace": "owner.trace",
-    "diloco, 4 bits": "error owner.error", "vote, synced in codes": "mu owner.error",
-    "powersgd": "error", "one_bit_adam": "error owner.error",
+    "diloco, 4 bits": "error owner.error", "powersgd": "error", "one_bit_adam": "error owner.error",
 }  # fmt: skip
 
 
@@ -263,7 +261,7 @@ def test_who_abstains_has_no_influence_and_keeps_what_it_had(name):
 
 
 # On these a mean of nobody is zero, and the optimizer behind it goes on; a sync goes on as well.
-GOES_ON = {"diloco, 4 bits", "vote, synced", "vote, synced in codes"}
+GOES_ON = {"diloco, 4 bits", "vote, synced"}
 
 
 @CODED
@@ -284,7 +282,7 @@ def test_where_nobody_votes_nothing_moves_and_no_counter_of_updates(name):
 
 # One of each kind of state.
 SAVED = [
-    "vote, synced in codes", "owner", "owner, adamw", "owner, muon", "global lion", "diloco, 4 bits",
+    "vote, synced", "owner", "owner, adamw", "owner, muon", "global lion", "diloco, 4 bits",
     "powersgd", "one_bit_adam",
 ]  # fmt: skip
 
@@ -318,33 +316,13 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_bit(name, restored):
 # --- Going on alone
 
 
-# Transforms whose updates, or momenta, are sums of mean gradients but for what is still owed.
-class SumMomentum(lc.momentum.MomentumRule):
-    """The momentum is the sum of gradients."""
-
-    def init(self, params):
-        return optax.tree.zeros_like(params)
-
-    def interpolate(self, g, mu):
-        return g
-
-    def update(self, g, mu):
-        return mu + g
-
-
-SUM = SumMomentum()
+# Transforms whose updates are sums of mean gradients but for what is still owed.
 OWED = {
     "owner": like(
         None, lc.owner, optax.identity(), quantizer=Q.error_feedback(Q.midrise(2), jnp.float32)
     ),
     "diloco": like(None, baselines.diloco, -1.0, momentum=0.0, bits=1),
     "powersgd": like(None, baselines.powersgd, optax.identity(), 1),
-    "synced": like(
-        None,
-        lambda workers: lc.sync_momentum(
-            lc.communicate(workers=workers, momentum=SUM), lc.sync.coded(lc.sync.every(1)), workers=workers
-        ),
-    ),
 }  # fmt: skip
 
 
@@ -376,15 +354,13 @@ def test_one_who_goes_on_alone_pays_what_several_workers_still_owe(tmp_path):
     for seed in (2, 3):
         updates, states = apart(alone(numbers(seed, 1), states))
         paid = jax.tree.map(np.add, paid, updates)
-    # Momentum of one worker is all workers' mean.
-    paid["synced"] = jax.tree.map(lambda x: x[0], states["synced"].inner.mu)
     for name in OWED:
         assert_same(paid[name], total, atol=1e-4)
 
 
 # --- Types
 
-WIDE = ["vote, 3 bits, random", "vote, synced in codes", "owner, adamw", "powersgd"]
+WIDE = ["vote, 3 bits, random", "vote, synced", "owner, adamw", "powersgd"]
 
 
 SHORT, LONG = (jnp.bfloat16, jnp.float32, jnp.float16), (jnp.float64,) * 3

@@ -91,7 +91,6 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
             lambda x: cub(sync=x),
             lambda x: lc.sync_momentum(votes, x, workers=AXIS),
             lambda x: SYNC.first(3, x),
-            SYNC.coded,
         )
     ),
     (

@@ -258,7 +258,7 @@ def test_a_label_may_have_no_leaf(kind):
 
     def tx(workers):
         kinds = {"workers": workers, "weight_decay": 0.0}
-        labels = {"a": {}, "b": {}, "c": {"sync": lc.sync.coded()}}
+        labels = {"a": {}, "b": {}, "c": {"sync": lc.sync.every(3)}}
         txs = {label: lc.lion_cub(0.5, **kinds, **more) for label, more in labels.items()}
         txs["d"] = lc.owner_lion(0.5, **kinds)
         return optax.partition(txs, lambda params: jax.tree.map(lambda _: "a", params))

@@ -28,7 +28,7 @@ METHODS = {
     "owner_lion": lambda w: lc.owner_lion(1e-3, workers=w),
     "owner_muon": lambda w: lc.owner_muon(1e-3, workers=w),
     "distributed_lion": lambda w: lc.distributed_lion(1e-3, average=True, workers=w),
-    "synced": lambda w: lc.lion_cub(1e-3, workers=w, sync=lc.sync.coded(lc.sync.every(2))),
+    "synced": lambda w: lc.lion_cub(1e-3, workers=w, sync=lc.sync.every(2)),
     "one_bit_adam": lambda w: baselines.one_bit_adam(1e-3, warmup=2, workers=w),
     "powersgd": lambda w: baselines.powersgd(optax.sgd(1e-3), 1, workers=w),
     "diloco": lambda w: baselines.diloco(workers=w),

@@ -230,7 +230,7 @@ METHODS = {
     "vote": lambda w: lc.lion_cub(1e-3, workers=w),
     "owner": owner,
     "mean": lambda w: lc.global_gradients(optax.adamw(1e-3), workers=w),
-    "synced": lambda w: lc.lion_cub(1e-3, workers=w, sync=lc.sync.coded(lc.sync.every(2))),
+    "synced": lambda w: lc.lion_cub(1e-3, workers=w, sync=lc.sync.every(2)),
 }
 MESHES = {
     "data=4": {},

@@ -59,7 +59,6 @@ RULES = {
     ),
     "owner, dense": at_owner(coding.dense()),
     "sync": Rule(sync.synced(VOTE, even)),
-    "sync in codes": Rule(sync.synced(VOTE, even, coded=1)),
     "mean": Rule(baselines.averaged(optax.trace(0.5)), 1),
     "coded mean": Rule(baselines.diloco(0.7, 0.9, 4), 1),
     "TernGrad": Rule(baselines.terngrad(momentum=0.5), 1, sevens),

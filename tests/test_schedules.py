@@ -15,8 +15,6 @@ DUE = [
     (sync.first(7, sync.every(3)), [3, 6]),
     (sync.first(5, sync.thinning(2)), [1, 2, 4]),
     (sync.thinning(3), [1, 2, 3, 5, 7]),
-    (sync.coded(), [3, 6, 9]),
-    (sync.first(7, sync.coded(sync.every(3))), [3, 6]),
 ]
 
 

@@ -443,7 +443,6 @@ UNTYPED = {
     "one worker": (lambda w: CUB(workers=w), "data=1 tp=2", "update"),
     "an owner": (lambda w: lc.owner_lion(1e-3, workers=w), "data=2 tp=2", "init"),
     "a sync": (lambda w: synced(w, lc.sync.every(1)), "data=2 tp=2", "update"),
-    "a coded sync": (lambda w: synced(w, lc.sync.coded()), "data=2 tp=2", "init"),
     "means": (lambda w: lc.global_gradients(optax.sgd(1.0), workers=w), "data=2 tp=2", "update"),
     "1-bit Adam": (lambda w: B.one_bit_adam(1e-3, warmup=2, workers=w), "data=2 tp=2", "update"),
     "PowerSGD": (lambda w: B.powersgd(optax.sgd(0.1), 1, workers=w), "data=2 tp=2", "update"),

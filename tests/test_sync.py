@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, absent, assert_same, blank, mesh_on, run_workers, workers_on
+from conftest import AXIS, absent, assert_same, blank, mesh_on, run_workers
 from jax.sharding import PartitionSpec as P
-from oracle import lion as reference
+from oracle.lion import local_momentum
 from oracle.sync import synced
 from test_against_reference import integers, nobody_abstains, simulate, zeros
 
@@ -25,7 +25,7 @@ def ran(txs, grads):
     return run_workers(txs, blank(grads), grads)
 
 
-# --- In full precision. With betas of 1/2, whole gradients and 4 workers nothing is ever rounded.
+# With betas of 1/2, whole gradients and 4 workers nothing is ever rounded.
 
 SHAPES = {"b": (70,), "w": (5, 3)}
 
@@ -34,8 +34,8 @@ def cub(**options):
     return lc.lion_cub(0.01, 0.5, 0.5, weight_decay=0.0, workers=AXIS, **options)
 
 
-def vote(b1=0.5, workers=AXIS):
-    return lc.communicate(momentum=lc.momentum.blend(b1, 0.5), workers=workers)
+def vote():
+    return lc.communicate(momentum=lc.momentum.blend(0.5, 0.5), workers=AXIS)
 
 
 def momenta(grads, due=()):
@@ -110,115 +110,29 @@ LEAVES = {f"leaf{i}": jnp.zeros((100 + i,)) for i in range(6)}
 ONE = {k: k == "leaf3" for k in LEAVES}
 
 
-CODES = {"quantizer": lc.quantize.midrise(2), "reply": lc.decide.codes(1), "workers": AXIS}
-
-
 @pytest.mark.parametrize(
     ("schedule", "where", "sent"),
     [
         (S.every(100), None, 2 * 7 / 8 * 4 * (sum(range(100, 106)) + 6)),
         (S.thinning(2), lambda _: ONE, 2 * 7 / 8 * 4 * (103 + 1)),
-        (
-            S.coded(S.every(5), bits=2),
-            ONE,
-            lc.audit.of(lc.owner(optax.identity(), **CODES), LEAVES["leaf3"], absent(8)).sent_bytes,
-        ),
     ],
-    ids=["all", "one leaf", "codes"],
+    ids=["all", "one leaf"],
 )
-def test_a_sync_sends_the_chosen_leaves_with_a_mean_square_for_each_or_their_codes(
-    schedule, where, sent
-):
+def test_a_sync_sends_the_chosen_leaves_with_a_mean_square_for_each(schedule, where, sent):
     """That programs send this behind a condition is the contract's."""
     tx = lc.sync_momentum(vote(), schedule, where, workers=AXIS)
     without, with_sync = lc.audit.of(tx, LEAVES, absent(8)).stages
     assert with_sync - without == sent
 
 
-# --- In codes
-
-# Around the edges of rows, and rows of zeros.
-TREE = {"a": (70,), "b": (5, 43), "c": (300,), "none": (0,)}
-LOCAL = reference.local_momentum(0.75, 0.5)
-
-
-def some_gradients(workers, steps=6):
-    grads = integers(zeros(TREE), steps, workers, seed=3)
-    grads["c"][:, :, 128:256] = 0
-    return grads
-
-
-def coded_vote(schedule, where=None):
-    return lc.sync_momentum(vote(0.75), schedule, where, workers=AXIS)
-
-
-def by_reference(simulator, grads):
-    """Updates and states ``[steps, ...]``."""
-    return simulate({0: simulator}, blank(grads), nobody_abstains(grads))[0]
-
-
-@pytest.mark.parametrize(
-    ("workers", "period", "bits", "where"),
-    [(8, 2, 1, None), (5, 3, 2, {k: k != "b" for k in TREE})],
-    ids=["8 workers", "5, two bits, some leaves"],
-)
-def test_a_sync_in_codes_is_that_of_the_reference(workers, period, bits, where):
-    grads = some_gradients(workers)
-    tx = coded_vote(S.coded(S.every(period), bits=bits), where)
-    updates, want = by_reference(synced(LOCAL, lambda t: t % period == 0, where, bits), grads)
-    got, state = ran({0: tx}, grads)[0]
-    assert_same((got, state.inner.mu, state.syncs[:, 0]), (updates, want.mu, want.syncs))
-    (flat,), rows = state.owner, want.owner.shape[1]
-    errors = flat.value.error.reshape(6, -1, 128)
-    assert_same(errors[:, :rows], want.owner)
-    assert not errors[:, rows:].any() and errors.any()
-    assert np.all(state.drift["a"] == -1)  # codes do not tell it
-
-
-def strange(worker):
-    """A vote before whose first step owners owe 1, and a worker's momentum is not finite.
-
-    Only a state that came so: what is stored saturates.
-    """
-    tx = coded_vote(S.coded(S.every(1)))
-
-    def init(params):
-        state = tx.init(params)
-        here = jnp.where(jax.lax.axis_index(AXIS) == worker, jnp.inf, 0)
-        mu = state.inner.mu | {"b": state.inner.mu["b"].at[2, 2].set(here)}
-        owner = jax.tree.map(jnp.ones_like, state.owner)
-        return state._replace(inner=state.inner._replace(mu=mu), owner=owner)
-
-    return tx._replace(init=init)
-
-
-def test_a_worker_whose_momentum_is_not_finite_abstains_from_a_sync_in_codes():
-    grads, there = some_gradients(4, steps=1), [0, 2, 3]
-    _, state = ran({0: strange(1)}, grads)[0]
-    assert np.argwhere(~np.isfinite(state.inner.mu["b"])).tolist() == [[0, 1, 2, 2]]
-    own, mu = 0.5 * grads["a"][0], state.inner.mu["a"][0]
-    assert not mu[1].any()  # it abstained from the vote, too
-    # The others' mean and the owner's error are what they were.
-    owed = state.owner[0].value.error.reshape(-1)[:70]
-    np.testing.assert_allclose(mu[there].mean(0) + owed, own[there].mean(0) + 1, atol=1e-6)
-    assert np.any(owed != 1) and np.any(mu[there] != own[there])
-
-
-def test_one_whose_momentum_is_not_finite_does_not_take_up_what_owners_owe():
-    """Alone, it abstains as among others: nothing changes, and nothing is lost."""
-    _, state = ran({0: strange(0)}, some_gradients(1, steps=1))[0]
-    assert not state.inner.mu["a"].any() and np.all(state.owner[0].value.error == 1)
-
-
 def test_an_empty_tree_has_nothing_to_sync():
     """As a group of leaves that no leaf belongs to is for optax.partition."""
-    schedules = S.every(1), S.coded(S.every(1))
-    txs = {schedule.name: cub(sync=schedule) for schedule in schedules}
-    done = ran(txs | {"owner": lc.owner_lion(0.1, workers=AXIS)}, {})
-    assert done.pop("owner")[0] == {}
-    for updates, (sync, *_) in done.values():
-        assert updates == {} and sync.drift == {} and sync.owner == ()
-        assert sync.count[:, 0].tolist() == [1, 2] and not sync.syncs.any()
+    txs = {"synced": cub(sync=S.every(1)), "owner": lc.owner_lion(0.1, workers=AXIS)}
+    done = ran(txs, {})
+    assert done["owner"][0] == {}
+    updates, (sync, *_) = done["synced"]
+    assert updates == {} and sync.drift == {}
+    assert sync.count[:, 0].tolist() == [1, 2] and not sync.syncs.any()
 
 
 # --- On meshes of several axes
@@ -247,7 +161,7 @@ def grid_gradient(weight, step):
     ],
     ids=["cut parameters", "two levels"],
 )
-def test_in_codes_each_device_syncs_its_own_shards_or_slices(sizes, specs, names):
+def test_each_device_syncs_its_own_shards_or_parts(sizes, specs, names):
     workers = lc.Workers(mesh_on(sizes), *names)
     weights = WEIGHTS if specs else np.repeat(WEIGHTS, 2)
     batches = [np.stack([weights, np.full_like(weights, t)], 1) for t in range(2)]
@@ -255,7 +169,7 @@ def test_in_codes_each_device_syncs_its_own_shards_or_slices(sizes, specs, names
     def loss(params, batch, rng):
         return sum(jnp.sum(params[k] * g) for k, g in grid_gradient(*batch[0]).items())
 
-    tx = lc.distributed_lion(0.01, 0.75, 0.5, sync=S.coded(S.every(1)), workers=workers)
+    tx = lc.distributed_lion(0.01, 0.75, 0.5, sync=S.first(1), workers=workers)
     params = {k: jnp.zeros(s) for k, s in GRID.items()}
     state = lc.init_state(tx, params, workers, specs=specs)
     step = lc.make_train_step(loss, tx, workers)
@@ -263,7 +177,8 @@ def test_in_codes_each_device_syncs_its_own_shards_or_slices(sizes, specs, names
         state, _ = step(state, batch)
     of_workers = [[grid_gradient(w, t) for w in WEIGHTS] for t in range(2)]
     grads = {k: np.array([[g[k] for g in now] for now in of_workers], np.float32) for k in GRID}
-    _, want = by_reference(synced(LOCAL, lambda t: t > 0, coded=True), grads)
+    oracle = synced(local_momentum(0.75, 0.5), lambda t: t == 1)
+    _, want = simulate({0: oracle}, blank(grads), nobody_abstains(grads))[0]
     mu = state.opt_state[0].inner.mu
     if not specs:
         (flat,) = mu
@@ -273,26 +188,6 @@ def test_in_codes_each_device_syncs_its_own_shards_or_slices(sizes, specs, names
     assert np.ptp(mu["w"], 0).any()
 
 
-# --- What is refused
-
-DEVICES, NODES = (workers_on("data=4 dev=2", group) for group in (None, "dev"))
-
-
-def of_levels(inner, workers):
-    tx = lc.sync_momentum(vote(workers=inner), S.coded(), workers=workers)
-    return lc.init_state(tx, {"w": jnp.zeros(300)}, inner)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "said"),
-    [
-        # In two levels a sync in codes must know the group.
-        (lambda: of_levels(NODES, DEVICES), ValueError, r"in parts that a group shares.*group=None"),
-        (lambda: of_levels(DEVICES, NODES), ValueError, r"whole by each worker.*group='dev'"),
-        (lambda: lc.sync_momentum(vote(), S.every(2), ["no"], workers=AXIS), TypeError,
-         r"where\[0\] is 'no': a mask has a bool for each leaf"),
-    ],
-)  # fmt: skip
-def test_what_is_refused(make, error, said):
-    with pytest.raises(error, match=said):
-        make()
+def test_a_mask_of_something_else_is_refused():
+    with pytest.raises(TypeError, match=r"where\[0\] is 'no': a mask has a bool for each leaf"):
+        lc.sync_momentum(vote(), S.every(2), ["no"], workers=AXIS)

@@ -19,7 +19,7 @@ from gpt.model import GPT
 from oracle import simulate
 from oracle.lion import blend
 
-from goal.contenders import GONE, Contender, Hyper, contender_named
+from goal.contenders import GONE, TRIED, Contender, Hyper, contender_named
 from goal.model import CONTEXT, HEAD, MODEL, STEPS, WIDTH
 from goal.runner import Program, Runner
 
@@ -74,7 +74,8 @@ def key_of(row: dict[str, Any]) -> Run | None:
         return None
     if row["part"] not in ("tuning", "curve"):
         raise ValueError(f"part {row['part']!r}")
-    contender_named(row["contender"])
+    if row["contender"] not in TRIED:
+        contender_named(row["contender"])
     return Run(**{name: row[name] for name in Run._fields if name in row})
 
 

@@ -15,7 +15,7 @@ import report
 from report import Rows
 
 from goal import lengths, pages
-from goal.contenders import OUTERS, REASONS
+from goal.contenders import OUTERS, REASONS, TRIED
 from goal.curves import hyper_of, size
 from goal.lengths import TOKENS, WORKERS
 from goal.model import STEPS, WIDTH
@@ -61,7 +61,7 @@ class Study:
 
     def names(self) -> list[str]:
         """The methods of all lengths, the least loss after 1,024 steps first."""
-        known = {name for key in COLUMNS for name in self.cell(key).rows} - set(REASONS)
+        known = {name for key in COLUMNS for name in self.cell(key).rows} - set(TRIED)
 
         def place(name: str) -> tuple[float, ...]:
             return tuple(
@@ -308,7 +308,7 @@ EXCHANGES = {
 }  # fmt: skip
 REMEDIES = {
     "vote-alike": "At Lion's rate", "vote-2": "Then with 2 bits up",
-    "vote-sync-64": "With a sync every 64 steps", "vote-sync-coded": "With syncs in codes",
+    "vote-sync-64": "With a sync every 64 steps",
     "vote-tie-0": "With ties that are 0", "vote-4": "With 4 bits up",
     "vote-mean": "With the mean of the signs", "owner-lion": "`owner_lion`",
 }  # fmt: skip

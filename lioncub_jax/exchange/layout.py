@@ -146,7 +146,7 @@ class BucketLayout(NamedTuple):
             leaves |= split_piece(rows[piece.first_row :][: piece.rows], piece)
         return leaves
 
-    def part_sizes(self, device: jax.Array, padding_counts: bool = False) -> jax.Array | None:
+    def part_sizes(self, device: jax.Array, padding_counts: bool) -> jax.Array | None:
         """`row_sizes` of the part of one device of a group: ``int32[rows]``."""
         sizes = row_sizes(self, padding_counts=padding_counts)
         if sizes is None:

@@ -11,7 +11,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from lioncub_jax.exchange.bits import at_least_float32
-from lioncub_jax.exchange.checks import check_betas, check_decay, component, static
+from lioncub_jax.exchange.checks import check_betas, check_decay, component
 
 __all__ = ["MomentumRule", "blend", "nothing"]
 
@@ -30,8 +30,6 @@ class MomentumRule:
       ([0.5, 0.5], [0.25, 0.25])
     """
 
-    synchronizes = False  # True of a sync in codes, after which ``mu = u + e``
-
     def init(self, params: optax.Params) -> optax.Params:
         """``mu`` of each parameter before the first step; None for each if nothing is kept."""
         raise NotImplementedError
@@ -47,13 +45,7 @@ class MomentumRule:
 
 @component
 class NoMomentum(MomentumRule):
-    """``c = g``, see `nothing`.
-
-    Attributes:
-      synchronizes: the gradient is the momentum: ``c = mu``, and then ``mu = u + (mu - Q(mu))``.
-    """
-
-    synchronizes: bool = static(default=False)
+    """``c = g``, see `nothing`."""
 
     def init(self, params: optax.Params) -> optax.Params:
         """None for each parameter."""

@@ -95,8 +95,8 @@ class Plan(NamedTuple):
       abstains_per_bucket: the worker abstains only from buckets with a value that is not finite.
       worker: in a step ``int32[]``, index of the worker; varies over the workers.
       num_steps: in a step ``int32[]``, steps taken before.
-      row_sizes: in a step for each part of a shared bucket ``int32[rows]``, elements that are no padding;
-        None for a leaf that is whole.
+      row_sizes: None for each whole leaf; in a step for each part of a shared bucket ``int32[rows]``,
+        elements that are no padding.
     """
 
     axis: Axes
@@ -106,26 +106,19 @@ class Plan(NamedTuple):
     for_tpu: bool
     padding_counts: bool
     abstains_per_bucket: bool
+    row_sizes: Sequence[jax.Array | None]
     worker: Any = None
     num_steps: Any = None
-    row_sizes: Sequence[jax.Array | None] = ()
 
-    def in_step(
-        self,
-        worker: jax.Array,
-        num_steps: jax.Array,
-        device: jax.Array,
-        row_sizes: Sequence[jax.Array | None],
-    ) -> "Plan":
+    def in_step(self, worker: jax.Array, num_steps: jax.Array, device: jax.Array) -> "Plan":
         """The plan with the arrays of a step, on one device.
 
         Args:
           worker: ``int32[]``, index of the worker.
           num_steps: ``int32[]``, steps taken before.
           device: ``int32[]``, its index in the group.
-          row_sizes: for each leaf the sizes of its rows, if it is a part of a group's bucket already; not
-            read where ``shared`` has them.
         """
+        row_sizes = self.row_sizes
         if self.shared:
             row_sizes = [x.part_sizes(device, self.padding_counts) for x in self.shared]
         buckets = []
@@ -148,20 +141,10 @@ def plan_on_device(exchange: Exchange, leaves: Sequence[Any]) -> Plan:
     return make_plan(exchange, leaves, num_workers, devices)
 
 
-def plan_of_step(
-    exchange: Exchange,
-    leaves: Sequence[Any],
-    num_steps: jax.Array,
-    row_sizes: Sequence[jax.Array | None] | None = None,
-) -> Plan:
-    """`plan_on_device` with the arrays of a step.
-
-    ``row_sizes``: of leaves that are parts of a group's buckets already.
-    """
+def plan_of_step(exchange: Exchange, leaves: Sequence[Any], num_steps: jax.Array) -> Plan:
+    """`plan_on_device` with the arrays of a step."""
     worker, device = axes.worker_index(exchange.axis), axes.worker_index(exchange.group)
-    if row_sizes is None:
-        row_sizes = [None] * len(leaves)
-    return plan_on_device(exchange, leaves).in_step(worker, num_steps, device, row_sizes)
+    return plan_on_device(exchange, leaves).in_step(worker, num_steps, device)
 
 
 def make_plan(exchange: Exchange, leaves: Sequence[Any], num_workers: int, devices: int) -> Plan:
@@ -212,6 +195,7 @@ def _planned(
         for_tpu,
         padding_counts=codec.midtread or has_state,
         abstains_per_bucket=exchange.bucket_size is not None,
+        row_sizes=(None,) * len(leaves),
     )
 
 

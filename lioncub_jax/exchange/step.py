@@ -18,7 +18,6 @@ or are in `wires`: *interpolate* is `piece_input`, *decide* a method of the deci
     decode       u = dequantize(r_1, ..., r_W)               every worker        votes.py, decide.py
     remember     e_i = c_i + e_i - dequantize(q_i)           worker i            step.py
                  mu_i = b2 mu_i + (1 - b2) g_i                                   momentum.py
-                 (after a coded sync mu_i = u + e_i, see `sync.coded`)
 
 Votes are signed codes ``v_i = 2 q_i - max_code``, without scales or f_j.
 `majority` replies with ``sign(sum_i v_i)`` in one bit: a tie is a fair bit, the same everywhere. `ternary`
@@ -65,7 +64,7 @@ import optax
 from jax import lax
 
 from lioncub_jax.exchange import bits, layout, wires, xla
-from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW, at_least_float32, saturated
+from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW, saturated
 from lioncub_jax.exchange.layout import Piece
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.plan import BucketPlan, Exchange, Plan
@@ -166,7 +165,6 @@ def step(
         here = participates[k]
         message = addressed(coded[k], bucket.message, here)
         with jax.named_scope("lioncub.remember"):
-            # A coded sync keeps no error apart from mu, which becomes u + e.
             if inputs[k][0].error is not None:
                 store_errors(codec, plan, bucket, starts[k], inputs[k], coded[k], here, new_error)
                 message, new_error = xla.in_order(message, new_error)
@@ -175,16 +173,12 @@ def step(
         all_replies.append(replies)
 
         decoded = decode(exchange.decision, bucket, starts[k], replies)
-        for x, start, u in zip(inputs[k], starts[k], decoded, strict=True):
+        for x, u in zip(inputs[k], decoded, strict=True):
             updates |= split_update(plan, x.piece, u)
             if x.momentum is None:
                 continue
             with jax.named_scope("lioncub.remember"):
-                if rule.synchronizes:
-                    own_codes = codes_of_piece(coded[k], bucket, start, x.piece.rows)
-                    new = synced_momentum(x, u, codec, own_codes)
-                else:
-                    new = rule.update(x.gradient, x.momentum)
+                new = rule.update(x.gradient, x.momentum)
                 store(plan, x.piece, x.momentum, new, here, new_mu)
     return StepResult(updates, new_mu, new_error, new_owner_states, all_replies)
 
@@ -249,8 +243,7 @@ def single_worker_step(
         u = axes.same_everywhere(u, axis)
         updates[i] = wires.from_group(u, exchange.group) if exchange.group else u
         if m is not None:
-            new = decided[i] if rule.synchronizes else rule.update(g, m)
-            m = jnp.where(abstains, m, saturated(new, m.dtype))
+            m = jnp.where(abstains, m, saturated(rule.update(g, m), m.dtype))
         new_mu.append(m)
         new_error.append(None if e is None else jnp.where(abstains, e, 0))
 
@@ -495,13 +488,6 @@ def split_update(plan: Plan, piece: Piece, u: jax.Array) -> dict[int, jax.Array]
 #
 # These form c + e again, because x.rows would have to live from encode to the errors: that made temporaries
 # of `owner_adamw` 104 MB instead of 86 (a model of 20 arrays and width 768 on 8 CPU devices).
-
-
-def synced_momentum(x: PieceInput, u: jax.Array, codec: Codec, coded: Coded) -> jax.Array:
-    """``mu = u + e`` of a piece, after a sync in codes."""
-    exact = at_least_float32(layout.piece_to_rows(plus_error(x.direction, x.error), x.piece))
-    error = next_error(codec, coded, exact)
-    return layout.rows_to_piece(error + u.reshape(exact.shape), x.piece)
 
 
 def codes_of_piece(coded: Coded, bucket: BucketPlan, start: jax.Array, rows: int) -> Coded:

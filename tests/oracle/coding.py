@@ -339,11 +339,11 @@ def total(x):
     return lax.fori_loop(1, len(x), lambda i, total: total + x[i], x[0])
 
 
-def both_ways(codes, p, buffer, x, present, owner, t):
-    """Codes to the owners and an answer of ``p`` bits: it, what the codes miss, and the owners' errors."""
+def both_ways(p, buffer, x, present, owner, t):
+    """Codes of ``p`` bits both ways: the answer, what the codes miss, and the owners' errors."""
     if len(x) == 1:
         return jnp.where(present, x, 0)[0], jnp.zeros_like(x), owner
-    level, step = codes.encode(x, buffer, t)
+    level, step = midrise(p).encode(x, buffer, t)
     u, error = answer(decoded_mean(Votes(level, step, present)), owner, buffer, p)
     some = jnp.any(present)
     return jnp.where(some, u, 0), x - level * step, jnp.where(some, error, owner)

@@ -270,7 +270,7 @@ def fed_back(p, buffer, x, state, abstain):
     """What comes back of ``x`` in codes of ``p`` bits each way, who took part, and both sides' errors."""
     x = x + buffer.join(state.error)
     present = takes_part(x, abstain)
-    u, rest, owner = both_ways(midrise(p), p, buffer, x, present, state.owner, state.t)
+    u, rest, owner = both_ways(p, buffer, x, present, state.owner, state.t)
     error = kept(present, buffer.split(rest, state.error), state.error)
     return u, present, {"error": error, "owner": owner}
 
