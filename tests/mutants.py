@@ -150,8 +150,8 @@ MUTANTS = r"""
 + heapq.heapreplace(heap, (load - hand.work, owner))
 
 = Deal.join: matrices are taken by the order of their elements, whatever their dimension numbers
-- flat[k] = leaves[i].transpose(one.order).reshape(-1)
-+ flat[k] = leaves[i].reshape(-1)
+- flat[k] = leaves[one.leaf].transpose(one.order).reshape(-1)
++ flat[k] = leaves[one.leaf].reshape(-1)
 
 = Deal.part_sizes: a row of which a device has a part has no padding
 - own = jnp.tile(jnp.clip(run.size - own * ROW, 0, ROW), run.number)

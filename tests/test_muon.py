@@ -90,7 +90,7 @@ def test_updates_and_state_are_those_of_the_oracle(coded):
 def test_a_run_goes_on_in_the_same_dtypes_and_holds_one_share_of_the_moments(coded):
     (_, state), _ = coded
     inner = state[0].owner[0].value.inner
-    held = sum(x[-1, 0].size for x in (inner.matrices.mu, inner.rest.mu))
+    held = sum(x[-1, 0].size for x in (inner["matrices"].mu, inner["rest"].mu))
     elements = sum(math.prod(shape) for shape in SHAPES.values())
     assert held < 1.5 * elements / 5
 

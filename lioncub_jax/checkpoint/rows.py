@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import matrices, wires
 from lioncub_jax.exchange.bits import ROW, common_dtype, round_up
-from lioncub_jax.exchange.decide import MatricesAndRest
 from lioncub_jax.exchange.layout import BucketLayout
 from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.mesh.axes import names, worker_index
@@ -52,9 +51,9 @@ class Rows(NamedTuple):
     def of(self, name: str) -> "Rows":
         """Those of an array of an owner's state, by its name in it: of a deal, such as inner.rest.mu."""
         _, part, *_ = *name.split("."), "", ""
-        if self.deal is None or part not in MatricesAndRest._fields:
+        if self.deal is None or part not in ("matrices", "rest"):
             return self
-        mixed = {s.leaf for s in self.deal.segments if s.matrices.rows}
+        mixed = {s.leaf for s in self.deal.segments if s.rows}
         params = [x for x in self.params if (x[0] in mixed) == (part == "matrices")]
         return self._replace(part=part, params=tuple(params))
 

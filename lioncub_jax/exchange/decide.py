@@ -142,7 +142,8 @@ class OwnerState(NamedTuple):
     """State of `at_owner` for a chunk.
 
     Attributes:
-      inner: of the transform, arrays ``[rows, 128]``, as its ``init`` made them in the padding.
+      inner: of the transform, arrays ``[rows, 128]``, as its ``init`` made them in the padding; of two a
+        dict of "matrices" and "rest".
       error: ``float[rows, 128]``, the error of earlier replies in codes, 0 in the padding; else ``()``.
     """
 
@@ -150,29 +151,15 @@ class OwnerState(NamedTuple):
     error: Any
 
 
-class MatricesAndRest(NamedTuple):
-    """State of two transforms: arrays ``[rows, 128]``, and numbers.
-
-    Attributes:
-      matrices: state of the transform of matrices.
-      rest: state of the transform of the other leaves.
-    """
-
-    matrices: Any
-    rest: Any
-
-
-def without_empty(state: MatricesAndRest) -> MatricesAndRest:
+def without_empty(state: optax.OptState) -> optax.OptState:
     """None for arrays of no rows, where all leaves are matrices or none is; orbax cannot save them."""
-    return jax.tree.map(lambda x: x if x.size else None, state)  # type: ignore[no-any-return]
+    return jax.tree.map(lambda x: x if x.size else None, state)
 
 
-def with_empty(state: MatricesAndRest) -> MatricesAndRest:
+def with_empty(state: optax.OptState) -> optax.OptState:
     """Undoes `without_empty`."""
     empty = jnp.zeros((0, ROW))
-    return jax.tree.map(  # type: ignore[no-any-return]
-        lambda x: empty if x is None else x, state, is_leaf=lambda x: x is None
-    )
+    return jax.tree.map(lambda x: empty if x is None else x, state, is_leaf=lambda x: x is None)
 
 
 def init_owner(first: Any, reply: ReplyCodec, rows: jax.Array, deal: Deal | None) -> OwnerState:
@@ -219,12 +206,12 @@ def init_matrices(
     rest: optax.GradientTransformation,
     rows: jax.Array,
     deal: Deal,
-) -> MatricesAndRest:
+) -> optax.OptState:
     """States of the transform of whole matrices and of that of the rest."""
-    whole, other = [matrices.cut_rows(rows, deal, which) for which in MatricesAndRest._fields]
-    state = MatricesAndRest(tx.init(whole), rest.init(other))
-    checks.check_elementwise(tx, whole, state.matrices, may_mix=True)
-    checks.check_elementwise(rest, other, state.rest)
+    whole, other = [matrices.cut_rows(rows, deal, which) for which in ("matrices", "rest")]
+    state = {"matrices": tx.init(whole), "rest": rest.init(other)}
+    checks.check_elementwise(tx, whole, state["matrices"], may_mix=True)
+    checks.check_elementwise(rest, other, state["rest"])
     return without_empty(state)
 
 
@@ -243,14 +230,14 @@ def run_matrices(
     given = matrices.cut_rows(given, deal, "matrices").reshape(each, -1, ROW)
     own, known_own = [matrices.cut_rows(x, deal, "rest") for x in (mean, known & ~of_matrix)]
 
-    u_matrices, whole = matrices.update_matrices(tx, given, context.worker, deal, state.matrices)
-    u_rest, other = elementwise(rest, own, known_own, context, state.rest)
+    u_matrices, whole = matrices.update_matrices(tx, given, context.worker, deal, state["matrices"])
+    u_rest, other = elementwise(rest, own, known_own, context, state["rest"])
 
     u = (
         matrices.in_place(u_matrices, deal, "matrices", each),
         matrices.in_place(u_rest, deal, "rest", each),
     )
-    new = without_empty(MatricesAndRest(whole, other))
+    new = without_empty({"matrices": whole, "rest": other})
     return jnp.where(known, jnp.where(of_matrix, *u), jnp.nan), new
 
 

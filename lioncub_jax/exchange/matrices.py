@@ -63,25 +63,21 @@ class Matrices(NamedTuple):
       batch: how many are of the batch.
       rows: how many are of the rows; 0 for no matrix.
       cuts: for each dimension, in that order, the inner axes that cut it.
+      leaf: its index in the flattened tree; -1 before it is dealt.
+      shape: of its shard; () before.
     """
 
     order: tuple[int, ...]
     batch: int
     rows: int
     cuts: tuple[Cut, ...]
-
-
-class Leaf(NamedTuple):
-    """A leaf of a deal: its index in the flattened tree, the shape of its shard, and its matrices."""
-
-    leaf: int
-    shape: tuple[int, ...]
-    matrices: Matrices
+    leaf: int = -1
+    shape: tuple[int, ...] = ()
 
     @property
     def in_order(self) -> tuple[int, ...]:
         """The shape in the order of the matrices' dimensions."""
-        return tuple([self.shape[d] for d in self.matrices.order])
+        return tuple([self.shape[d] for d in self.order])
 
 
 class Hand(NamedTuple):
@@ -108,10 +104,9 @@ class Hand(NamedTuple):
     first_rows: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, leaf: Leaf) -> "Hand":
+    def of(cls, one: Matrices) -> "Hand":
         """The hand of the matrices of a leaf, and of others like them, before it is dealt."""
-        one = leaf.matrices
-        shape, cuts = leaf.in_order[one.batch :], one.cuts[one.batch :]
+        shape, cuts = one.in_order[one.batch :], one.cuts[one.batch :]
         each = zip(shape, cuts, strict=True)
         whole = tuple([n * math.prod([size for _, size in cut]) for n, cut in each])
         matrix = math.prod(whole[: one.rows]), math.prod(whole[one.rows :])
@@ -162,7 +157,7 @@ class Deal(NamedTuple):
 
     pieces: tuple[Run, ...]
     hands: tuple[Hand, ...]
-    segments: tuple[Leaf, ...]
+    segments: tuple[Matrices, ...]
     group: tuple[str, ...]
     num_chunks: int
     rows: int
@@ -187,7 +182,7 @@ class Deal(NamedTuple):
         """The rows of an owner in which its "matrices" may lie, slices of the "rest", or "" for either."""
         if which == "matrices":
             return slice(0, max(self.matrix_rows))
-        own = [run for run in self.pieces if not self.segments[run.leaf].matrices.rows]
+        own = [run for run in self.pieces if not self.segments[run.leaf].rows]
         ends = [run.first_row + run.rows for run in own]
         rest = slice(min([run.first_row for run in own], default=0), max(ends, default=0))
         return rest if which == "rest" else slice(0, self.rows)
@@ -195,8 +190,8 @@ class Deal(NamedTuple):
     def join(self, leaves: Any) -> jax.Array:
         """All of its leaves as ``float32[G rows, 128]``, zeros in the padding."""
         flat, parts, at, devices = {}, [], 0, self.num_chunks
-        for k, (i, _, one) in enumerate(self.segments):
-            flat[k] = leaves[i].transpose(one.order).reshape(-1)
+        for k, one in enumerate(self.segments):
+            flat[k] = leaves[one.leaf].transpose(one.order).reshape(-1)
         for run in self.pieces:
             first = run.owner * self.rows + run.first_row
             parts.append(jnp.zeros((devices, first - at, ROW)))
@@ -228,11 +223,11 @@ class Deal(NamedTuple):
             slices[run.leaf].append((run.start, part.reshape(*lead, -1)))
         leaves = {}
         for k, some in slices.items():
-            i, shape, one = self.segments[k]
+            one = self.segments[k]
             flat = jnp.concatenate([part for _, part in sorted(some, key=lambda x: x[0])], -1)
-            back = [len(lead) + one.order.index(d) for d in range(len(shape))]
-            x = flat.reshape(*lead, *self.segments[k].in_order)
-            leaves[i] = x.transpose(*range(len(lead)), *back)
+            back = [len(lead) + one.order.index(d) for d in range(len(one.order))]
+            x = flat.reshape(*lead, *one.in_order)
+            leaves[one.leaf] = x.transpose(*range(len(lead)), *back)
         return leaves
 
     def part_sizes(self, device: jax.Array, padding_counts: bool = True) -> jax.Array:
@@ -338,14 +333,14 @@ def deals(
       >>> deal.rows, deal.filled, [hand.numbers for hand in deal.hands]
       (512, (512, 386), [(2, 1), (0, 1)])
     """
-    groups: dict[tuple[tuple[str, ...], Cut], list[Leaf]] = {}
+    groups: dict[tuple[tuple[str, ...], Cut], list[Matrices]] = {}
     for i in sorted(range(len(leaves)), key=lambda i: not matrices[i].rows):
         one, shape, axes = matrices[i], tuple(leaves[i].shape), tuple(sorted(over[i]))
         moved = tuple(sorted({cut for cuts in one.cuts[one.batch :] for cut in cuts}))
         if not one.rows:  # in the holes of matrices that vary alike
             moved = next((moved for known, moved in groups if known == axes), ())
         if math.prod(shape):
-            groups.setdefault((axes, moved), []).append(Leaf(i, shape, one))
+            groups.setdefault((axes, moved), []).append(one._replace(leaf=i, shape=shape))
     dealt = []
     for (axes, cut), own in groups.items():
         devices = group_size * math.prod([size for _, size in cut])
@@ -356,13 +351,13 @@ def deals(
     return tuple(dealt)
 
 
-def _deal(leaves: Sequence[Leaf], num_workers: int, each: int, group_size: int) -> Deal:
+def _deal(leaves: Sequence[Matrices], num_workers: int, each: int, group_size: int) -> Deal:
     """A deal to ``each`` owners of every worker."""
     found: dict[Hand, list[tuple[int, int]]] = defaultdict(list)  # leaf and number of each matrix
-    for k, leaf in enumerate(leaves):
-        if leaf.matrices.rows:
-            batch = math.prod(leaf.in_order[: leaf.matrices.batch])
-            found[Hand.of(leaf)] += [(k, number) for number in range(batch)]
+    for k, one in enumerate(leaves):
+        if one.rows:
+            batch = math.prod(one.in_order[: one.batch])
+            found[Hand.of(one)] += [(k, number) for number in range(batch)]
     pieces, hands, filled = [], [], [0] * (num_workers * each)
     for hand, counts in _shares(found, len(filled)).items():
         size, units = math.prod(hand.shape), iter(found[hand])
@@ -376,7 +371,7 @@ def _deal(leaves: Sequence[Leaf], num_workers: int, each: int, group_size: int) 
                 filled[owner] += rows * len(numbers)
         hands.append(hand._replace(rows=rows, numbers=tuple(counts), first_rows=tuple(first_rows)))
     matrix_rows = tuple(filled)
-    rest = {k: math.prod(x.shape) for k, x in enumerate(leaves) if not x.matrices.rows}
+    rest = {k: math.prod(x.shape) for k, x in enumerate(leaves) if not x.rows}
     level = _level(filled, [slice_rows(size, group_size) for size in rest.values()])
     for k, size in rest.items():
         start = 0
