@@ -1,4 +1,4 @@
-"""What each quantizer makes of values, of turned rows too: codes, votes, steps, and what it refuses."""
+"""What each quantizer makes of values: codes, votes, steps, and what it refuses."""
 
 import functools
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def encode(quantizer, x, step, worker, *, workers):
     sizes = layout.row_sizes(bucket, [None])
     fmt = plan.message_format(codec, bucket)
     here = plan.BucketPlan(bucket, fmt, fmt, 1, None, [piece], sizes)
-    own = plan.Plan((), workers, (here,), (), False, False, False, worker, step, [None])
+    own = plan.Plan((), workers, (here,), (), False, False, False, [None], worker, step)
     message = encode_bucket(codec, own, here, [jnp.uint32(0)], [rows])
     parts = rows.reshape(bucket.packed_chunks, -1, 128)
     planes = [x.reshape(len(parts), -1) for x in message.planes]
