@@ -7,11 +7,6 @@
 | `powersgd` | two factors of each matrix, float32 | (all-reduce) their means | 1905.13727 |
 | `diloco` | its difference of H steps: float32, or p bits and feedback | the mean, the same | 2311.08105 |
 
-Weight decay is decoupled in all of them, ``p -= lr (u + wd p)``, as in Lion, so that a comparison
-changes one thing; in `powersgd` it is that of the transform. The decay of SGD with momentum m in other
-libraries is often coupled (``g + wd p``), and then ``1 / (1 - m)`` times as strong: multiply it by that
-here.
-
 Workers may be in two levels, `Workers` with a ``group``: gradients are averaged inside a group, which
 sends as one worker. `powersgd` has no two levels.
 
@@ -26,8 +21,4 @@ from lioncub_jax.baselines.diloco import diloco
 from lioncub_jax.baselines.one_bit_adam import one_bit_adam
 from lioncub_jax.baselines.powersgd import powersgd
 
-__all__ = [
-    "diloco",
-    "one_bit_adam",
-    "powersgd",
-]
+__all__ = ["diloco", "one_bit_adam", "powersgd"]
