@@ -659,6 +659,10 @@ MUTANTS = r"""
 + some
 
 # baselines/powersgd.py: powersgd baselines contract
+= _summed: leaves that are cut travel in one message with those that are not
+- groups.setdefault(axes.varying_axes(x), []).append(i)
++ groups.setdefault(frozenset(), []).append(i)
+
 = powersgd: of a worker's devices each takes part by itself
 - ~axes.any_over_shards(abstain | ~axes.all_finite(sent), axis)
 + ~abstain & axes.all_finite(sent)

@@ -92,7 +92,7 @@ def test_sums_that_overflow_leave_no_trace():
     ],
 )
 def test_more_dimensions_are_a_matrix_with_the_fewest_rows_and_columns(shape, rank, sides):
-    """A leaf travels as ``rank (m + n)`` numbers, with the number of those who are there.
+    """A leaf travels as ``rank (m + n)`` numbers, the first with the number of those who are there.
 
     One whose factors are no smaller is averaged whole, so a full rank loses nothing.
     """
@@ -100,7 +100,7 @@ def test_more_dimensions_are_a_matrix_with_the_fewest_rows_and_columns(shape, ra
     params = {"w": jax.ShapeDtypeStruct(shape, jnp.float32), "whole": jnp.zeros((2 * rank,) * 2)}
     told = lc.audit.of(tx, params, absent(2))
     first = rank * sides[0] + 4 * rank**2 + 1
-    assert [one.sent_bytes for one in told.collectives] == [4 * first, 4 * (rank * sides[1] + 1)]
+    assert [one.sent_bytes for one in told.collectives] == [4 * first, 4 * rank * sides[1]]
     state, _ = jax.eval_shape(tx.init, params)
     assert state.q["whole"] is None and state.q["w"].shape == (sides[1], rank)
     assert state.error["w"].shape == shape

@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.typing import DTypeLike
 
 from lioncub_jax.baselines import compression
@@ -147,10 +148,14 @@ def powersgd(
             sent[i] = lax.optimization_barrier(_product(matrices[i], q[i])).T
         # A value that is not finite shows in the products with Q.
         here = ~axes.any_over_shards(abstain | ~axes.all_finite(sent), axis)
-        means, present = _average(axis, here, sent)
+        counted = [jnp.where(here, x, 0) for x in (*sent, jnp.float32(1))]
+        *sums, present = _summed(counted, axis)
+        some = jnp.maximum(present, 1)
+        means = [x / some for x in sums]
         p = {i: jnp.linalg.qr(_scaled(means[i].T, means[i].T))[0] for i in compressed}
-        new_q, _ = _average(axis, here, [_product(p[i].T, matrices[i]) for i in compressed])
-        for i, x in zip(compressed, new_q, strict=True):
+        products = [jnp.where(here, _product(p[i].T, matrices[i]), 0) for i in compressed]
+        for i, x in zip(compressed, _summed(products, axis), strict=True):
+            x = x / some
             # A product that is not finite, or would overflow in the next one, is not learned from.
             finite = jnp.all(jnp.abs(x) < 2.0**127 / rank)
             q[i] = jnp.where(finite, _scaled(x.T, q[i]), q[i])
@@ -171,13 +176,17 @@ def powersgd(
     return compression.behind(compression.on_devices(workers, init, step), tx, axis)
 
 
-def _average(
-    axis: Axes, here: jax.Array, arrays: list[jax.Array]
-) -> tuple[list[jax.Array], jax.Array]:
-    """Means over the workers that take part, and the number of these."""
-    counted = [jnp.where(here, x, 0) for x in (*arrays, jnp.float32(1))]
-    *sums, present = wires.sum_of_floats(counted, axis)
-    return [x / jnp.maximum(present, 1) for x in sums], present
+def _summed(arrays: list[jax.Array], axis: Axes) -> list[jax.Array]:
+    """Adds float32 arrays over the workers, in one message for all that vary over the same mesh axes."""
+    groups: dict[frozenset[str], list[int]] = {}
+    for i, x in enumerate(arrays):
+        groups.setdefault(axes.varying_axes(x), []).append(i)
+    sums = list(arrays)
+    for over in sorted(groups, key=sorted):
+        message, split = ravel_pytree([arrays[i] for i in groups[over]])
+        for i, x in zip(groups[over], split(wires.sum_of_floats(message, axis)), strict=True):
+            sums[i] = x
+    return sums
 
 
 def _first_q(axis: Axes, rank: int, params: optax.Params) -> optax.Updates:
