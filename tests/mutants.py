@@ -429,10 +429,6 @@ MUTANTS = r"""
 - in {*_words(result.name), result.kind}
 + in _words(result.name)
 
-= Results.__init__: results stand in the order in which they were matched, which rows change
-- self._slots[x] for x in leaves if not isinstance(x, _Fixed)]
-+ i for i in sorted(self._slots[x] for x in leaves if not isinstance(x, _Fixed))]
-
 # exchange/mapped.py: face boxes sharding
 = jitted_init: what is empty is said to lie in parts
 - spec if x.size else P()
@@ -504,12 +500,12 @@ MUTANTS = r"""
 + pass
 
 = _Matching.of: what is said of gradients is not asked where they look like parameters
-- None if inside or is_said else self._matched(node)
-+ None if inside else self._matched(node)
+- None if inside or is_said else self._matched(part, own_kinds)
++ None if inside else self._matched(part, own_kinds)
 
 = _Matching.of: updates take the place of a momentum that looks alike
-- sorted(_parts(out), key=lambda part: -len(jax.tree.leaves(part[1])))
-+ sorted(_parts(out), key=lambda part: len(jax.tree.leaves(part[1])))
+- sorted(_parts(tree), key=lambda part: -part[0].num_leaves)
++ sorted(_parts(tree), key=lambda part: part[0].num_leaves)
 
 # mesh/hosts.py: processes
 = check_rows: processes that take the same rows may give different ones

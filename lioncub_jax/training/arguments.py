@@ -222,6 +222,9 @@ class Arguments:
 
     Attributes:
       leaves: their arrays.
+      tree: the structure of ``(plain arguments, values of modules)``, with boxes.
+      inside: the same without boxes, as in a step.
+      numbers: for each leaf of the tree the place of its array, None where it is none.
       hidden: True under ``jax.jit``, where nobody sees how arrays lie.
       names: of the arguments.
       paths: of the values in modules.
@@ -230,11 +233,12 @@ class Arguments:
     def __init__(self, call: Call, workers: Workers, rows: Rows):
         self.workers, self.hidden, self.names = workers, call.traced, call.names()
         self.graph, self._graphdef = call.graph, call.graphdef
-        self._tree: Any = call.tree
+        self.tree: Any = call.tree
         self._keywords, self._which = call.keywords, rows.which
         whole = jax.tree.unflatten(call.tree, call.flat)
-        self._inside: Any = jax.tree.structure(opened(whole))
+        self.inside: Any = jax.tree.structure(opened(whole))
         self._statics, self.leaves = dict[int, Any](), list[Leaf]()
+        self.numbers = list[int | None]()
         dims, places = arguments_of(rows.which, self.names), graphs.places(call.nodes)
         self.paths = [path for path, _ in places]
         held = _holders((whole[0], [x for _, x in places]), workers)
@@ -242,7 +246,9 @@ class Arguments:
         for place, ((path, x), holder) in enumerate(zip(paths, held, strict=True)):
             if not is_array(x, numbers=not call.traced):
                 self._statics[place] = x
+                self.numbers.append(None)
                 continue
+            self.numbers.append(len(self.leaves))
             at, inside = path[1].idx, path[2:]
             if path[0].idx:
                 (first, *rest), _ = places[at]
@@ -326,17 +332,14 @@ class Arguments:
                 found[leaf.name] = leaf.shape.shape[leaf.dim] / parts
         return found
 
-    def with_statics(self, arrays: Sequence[Any]) -> Any:
-        """``(plain arguments, values of modules)`` with all that is no array, boxed as they were given."""
-        return self._tree.unflatten(self._filled(arrays))
-
-    def _filled(self, arrays: Sequence[Any]) -> list[Any]:
-        each, total = iter(arrays), len(arrays) + len(self._statics)
-        return [self._statics[i] if i in self._statics else next(each) for i in range(total)]
+    def filled(self, arrays: Sequence[Any]) -> list[Any]:
+        """All leaves of the tree: the arrays, and between them what is none."""
+        pairs = enumerate(self.numbers)
+        return [self._statics[place] if i is None else arrays[i] for place, i in pairs]
 
     def called(self, step: Callable[..., Any], arrays: Sequence[Any]) -> tuple[list[Any], Any]:
         """What the step returns for arrays of one worker, and the modules that it was given, changed."""
-        plain, state = self._inside.unflatten(self._filled(arrays))
+        plain, state = self.inside.unflatten(self.filled(arrays))
         values = list(plain)
         nodes = graphs.merged(self._graphdef, state)
         for i, node in zip(self.graph, nodes, strict=True):

@@ -335,13 +335,15 @@ def last_operation(jaxpr: Jaxpr, x: Any) -> str:
     return "" if eqn is None else str(eqn.primitive.name)
 
 
-def added(jaxpr: Jaxpr, i: int) -> float | None:
-    """The number that the last operation of a result adds to another, or None."""
-    eqn = last_equation(jaxpr, jaxpr.outvars[i])
-    if eqn is None or eqn.primitive.name != "add":
-        return None
-    numbers = [x.val for x in eqn.invars if isinstance(x, Literal) and not np.ndim(x.val)]
-    return float(numbers[0]) if numbers else None
+def added(jaxpr: Jaxpr) -> list[float | None]:
+    """For each result the number that its last operation adds to another, or None."""
+    found: list[float | None] = []
+    for x in jaxpr.outvars:
+        eqn = last_equation(jaxpr, x)
+        terms = eqn.invars if eqn is not None and eqn.primitive.name == "add" else ()
+        numbers = [x.val for x in terms if isinstance(x, Literal) and not np.ndim(x.val)]
+        found.append(float(numbers[0]) if numbers else None)
+    return found
 
 
 def constant(closed: ClosedJaxpr, i: int) -> Any:

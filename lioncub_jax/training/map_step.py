@@ -367,8 +367,9 @@ class Program:
                 return known(arrays)
             arrays = [leaf.here(x) for leaf, x in zip(leaves, arrays, strict=True)]
             nodes, out = self.arguments.called(in_worker(self.mapped.step), arrays)
-            found["results"] = Results(self.arguments, nodes, out, self.mapped.out)
-            return found["results"].arrays
+            results = Results(self.arguments, arrays, nodes, out, self.mapped.out)
+            found["results"] = results
+            return [x.array for x in results.each]
 
         step.__name__ = self.mapped.__name__
         jitted = jax.jit(step)
@@ -400,7 +401,7 @@ class Program:
         unfolded = differ.Differences(workers).results(jaxpr, given) if self.keys else results
         self.chains = {}
         for i, x in enumerate(self.results.each):
-            is_a_key = x.before in self.keys or is_key(self.results.arrays[i])
+            is_a_key = x.before in self.keys or is_key(x.array)
             if is_a_key and results[i] != differences.constant == unfolded[i]:
                 self.chains[i] = self._slice(i)
 
@@ -418,8 +419,9 @@ class Program:
     @cached_property
     def grown(self) -> list[bool]:
         """For each result whether its first dimension doubles with the rows: such are rows themselves."""
-        pairs = zip(self.results.arrays, self.doubled[1].arrays, strict=True)
-        return [x.ndim > 0 and y.shape[0] == 2 * x.shape[0] for x, y in pairs]
+        pairs = zip(self.results.each, self.doubled[1].each, strict=True)
+        arrays = [(one.array, other.array) for one, other in pairs]
+        return [x.ndim > 0 and y.shape[0] == 2 * x.shape[0] for x, y in arrays]
 
     def _slice(self, i: int) -> Callable[[Sequence[Any]], Any]:
         """One result as a function of the arguments, of the operations that it needs."""
@@ -467,9 +469,10 @@ class Program:
         donated = dict[int, int]()
         if self.mapped.donate != ():
             donated = arguments_of(self.mapped.donate, self.arguments.names)
-        leaves, results = self.arguments.leaves, self.results.arrays
-        pairs = zip(self.outside.specs(), results, strict=True)
-        lie = tuple([x.lies() for x in leaves]), [spec if x.size else P() for spec, x in pairs]
+        leaves = self.arguments.leaves
+        pairs = zip(self.outside.specs, self.results.each, strict=True)
+        results = [spec if x.array.size else P() for spec, x in pairs]
+        lie = tuple([x.lies() for x in leaves]), results
         given, out = self.workers.shardings(lie)
         return jax.jit(
             run,
@@ -492,8 +495,7 @@ class Program:
                 results[i] = chain(arrays)
             return self.outside.joined(results, whole)
 
-        specs = self.outside.specs()
-        run = self.mapper.map(on_worker, (self.specs,), specs, typed=False)
+        run = self.mapper.map(on_worker, (self.specs,), self.outside.specs, typed=False)
         return run(list(arrays))  # type: ignore[no-any-return]
 
     def _folded(self, x: jax.Array) -> jax.Array:

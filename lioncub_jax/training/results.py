@@ -1,22 +1,21 @@
 """What comes out of a mapped step: what is the same stays; what differs is joined, or is an error."""
 
-import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import treedef_children, treedef_is_leaf
 
 from lioncub_jax.exchange import wires, xla
 from lioncub_jax.exchange.bits import common_dtype
 from lioncub_jax.mesh.axes import all_finite
-from lioncub_jax.mesh.boxes import find_nodes
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.training import differ, graphs
-from lioncub_jax.training.arguments import Arguments, Own, Role, as_static, is_array, opened
+from lioncub_jax.training.arguments import Arguments, Own, Role, as_static, is_array
 from lioncub_jax.training.differ import Classes, Differences, is_increment
 from lioncub_jax.training.worker import as_count
 
@@ -35,43 +34,17 @@ class Result(NamedTuple):
 
     Attributes:
       name: as a user would write it.
+      array: traced.
       before: the place, among the arrays of the arguments, of that which it goes on from; or None.
       kind: of the variable of nnx that holds it, "own" in a box that the step made, or "".
+      said: what the user says that it is, in ``out``; or None.
     """
 
     name: str
+    array: jax.Array
     before: int | None = None
     kind: str = ""
-
-
-class _Shape(jax.ShapeDtypeStruct):
-    """A shape that is equal to itself alone."""
-
-    __eq__, __hash__ = object.__eq__, object.__hash__  # type: ignore[assignment]
-
-
-class _Slots(dict[object, int]):
-    """Places of arrays, by the bare objects that stand for them in a tree.
-
-    JAX itself puts such objects into trees, so constructors of foreign classes let them pass. Those that do
-    not, as GPJax's `Dataset`, look at shapes.
-    """
-
-    def new(self, place: int, shape: jax.ShapeDtypeStruct | None = None) -> object:
-        slot = object() if shape is None else _Shape(shape.shape, shape.dtype)
-        self[slot] = place
-        return slot
-
-    def of_all(self, arguments: Arguments) -> Any:
-        """The arguments with a slot for each array; see `Arguments.with_statics`."""
-        leaves = [*enumerate(arguments.leaves)]
-        try:
-            return arguments.with_statics([self.new(i) for i, _ in leaves])
-        except (AttributeError, TypeError, ValueError, AssertionError):
-            return arguments.with_statics([self.new(i, x.shape) for i, x in leaves])
-
-    def has(self, x: object) -> bool:
-        return type(x) in (object, _Shape) and x in self
+    said: Role | None = None
 
 
 class _Fixed(NamedTuple):
@@ -82,52 +55,79 @@ class Results:
     """The results of a step on one worker.
 
     Attributes:
-      arrays: of the results, traced.
-      each: a `Result` for each.
+      each: a `Result` for each array, in the order of what is returned.
     """
 
-    def __init__(self, arguments: Arguments, nodes: list[Any], out: Any, said: Collection[str]):
-        self.arrays, self.each = list[Any](), list[Result]()
-        self._arguments, self._slots = arguments, _Slots()
-        self._template: tuple[list[Any], Any] | None = None
+    def __init__(
+        self,
+        arguments: Arguments,
+        given: Sequence[Any],
+        nodes: list[Any],
+        out: Any,
+        said: Mapping[str, str],
+    ):
+        self.each, self._arguments, self._out = list[Result](), arguments, said
         self._state_tree: Any = None
-        self._is_graph = bool(arguments.graph) and graphs.is_graph(out)
+        self._tree: Any = None
+        is_graph = bool(arguments.graph) and graphs.is_graph(out)
         if arguments.graph:
-            self._add_state(nodes, out if self._is_graph else ())
-        if not self._is_graph:
-            count = len(self.arrays)
-            template = _Matching(arguments, self._add).of(out, said)
-            leaves, tree = jax.tree.flatten(template, is_leaf=lambda x: isinstance(x, _Fixed))
-            # In the order of the tree, which does not depend on what was matched, and so on rows.
-            places = [self._slots[x] for x in leaves if not isinstance(x, _Fixed)]
-            self.arrays[count:] = [self.arrays[i] for i in places]
-            self.each[count:] = [self.each[i] for i in places]
-            numbers = itertools.count(count)
-            held = [x if isinstance(x, _Fixed) else next(numbers) for x in leaves]
-            self._template = held, tree
-
-    def _add(self, x: Any, result: Result) -> object:
-        self.arrays.append(jnp.asarray(x))
-        self.each.append(result)
-        return self._slots.new(len(self.each) - 1)
+            self._add_state(nodes, out if is_graph else ())
+        if not is_graph:
+            self._found = _Matching(arguments, given).of(out, said)
+            self._held = list[Any]()  # a place in ``each``, or what is no array
+            self._tree = jax.tree.structure(self._add(out, ()))
 
     def _add_state(self, nodes: list[Any], out: Any) -> None:
         """Adds the variables of the modules that the step was given, and of those that it returns."""
-        both, slots = (nodes, out), _Slots()
+        both, arguments = (nodes, out), self._arguments
         self._definition, values = graphs.split(both)
-        _, given = slots.of_all(self._arguments)
-        before = dict(zip(self._arguments.paths, given, strict=True))
-        leaves, self._state_tree = jax.tree.flatten(values)
-        places = []
+        plain, state = treedef_children(arguments.tree)
+        before, start = {}, plain.num_leaves
+        for path, part in zip(arguments.paths, treedef_children(state), strict=True):
+            before[path] = arguments.numbers[start : start + part.num_leaves]
+            start += part.num_leaves
         for ((which, *path), holder), value in zip(graphs.places(both), values, strict=True):
-            known = jax.tree.leaves(before.get(tuple(path)) if which == 0 else None)
-            for i, (rest, _) in enumerate(jax.tree_util.tree_leaves_with_path(value)):
-                at = slots[known[i]] if i < len(known) and slots.has(known[i]) else None
+            known = before.get(tuple(path), []) if which == 0 else []
+            for i, (rest, x) in enumerate(jax.tree_util.tree_leaves_with_path(value)):
+                at = known[i] if i < len(known) else None
                 name = f"result{jax.tree_util.keystr((*graphs.keys(path), *rest))}"
-                name = name if at is None else self._arguments.leaves[at].name
-                places.append(Result(name, at, graphs.kind_of(holder)))
-        for x, result in zip(leaves, places, strict=True):
-            self._add(x, result)
+                name = name if at is None else arguments.leaves[at].name
+                self.each.append(Result(name, jnp.asarray(x), at, graphs.kind_of(holder)))
+        self._state_tree = jax.tree.structure(values)
+
+    def _add(self, node: Any, path: Any) -> Any:
+        """Adds the arrays of a part of what is returned; returns it as it is around the step."""
+        if path in self._found:
+            outside, before = self._found[path]
+            leaves = jax.tree.leaves(node)
+            for x, i in zip(leaves, before, strict=True):
+                if i is None:
+                    self._held.append(_Fixed(x))
+                else:
+                    leaf = self._arguments.leaves[i]
+                    self._add_array(x, leaf.name, before=i, kind=leaf.kind)
+            return outside.unflatten(leaves)
+        name = f"result{jax.tree_util.keystr(path)}"
+        if isinstance(node, Own):
+            for x in jax.tree.leaves(node.value):
+                self._add_array(x, name, kind="own")
+            return node.value
+        if not jax.tree_util.all_leaves([node]):
+            tree: Any
+            parts, tree = jax.tree_util.tree_flatten_with_path(node, lambda x: x is not node)
+            return tree.unflatten([self._add(x, (*path, *rest)) for rest, x in parts])
+        said = _said(name, self._out)
+        # A number of Python may be that of a worker's rows.
+        is_count = type(node) is int and (said or node in self._arguments.rows_of_one())
+        if is_count or is_array(node):
+            self._add_array(node, name, said=said)
+        else:
+            self._held.append(_Fixed(node))
+        return node
+
+    def _add_array(self, x: Any, name: str, **about: Any) -> None:
+        self._held.append(len(self.each))
+        self.each.append(Result(name, jnp.asarray(x), **about))
 
     def returned(self) -> set[int]:
         """The places of the arguments' arrays that the step returns changed."""
@@ -139,115 +139,96 @@ class Results:
         if self._state_tree is not None:
             values = self._state_tree.unflatten(arrays[: self._state_tree.num_leaves])
             _, out = graphs.merged(self._definition, values, inner=False)
-        if self._template is None:
+        if self._tree is None:
             return out
-        tree: Any
-        leaves, tree = self._template
-        return tree.unflatten([x.value if isinstance(x, _Fixed) else arrays[x] for x in leaves])
+        return self._tree.unflatten(
+            [x.value if isinstance(x, _Fixed) else arrays[x] for x in self._held]
+        )
 
 
 class _Matching:
     """Finds the parts of a result that go on from an argument, by structure, shapes and dtypes."""
 
-    def __init__(self, arguments: Arguments, add: Callable[[Any, Result], object]):
-        self._arguments, self._add, self._taken = arguments, add, set[int]()
-        self._slots = _Slots()
-        self._offered: dict[Any, list[tuple[Any, list[Any]]]] = {}
-        plain, _ = self._slots.of_all(arguments)
-        self._has_boxes = bool(find_nodes(plain, Own))
-        self._is_key = [is_key(x.shape) for x in arguments.leaves]
-        for argument in plain:
-            self._offer(argument, is_argument=True)
+    def __init__(self, arguments: Arguments, given: Sequence[Any]):
+        self._arguments, self._taken = arguments, set[int]()
+        self._kinds = [_kind(x) for x in arguments.filled(given)]
+        self._offered: dict[Any, list[tuple[Any, list[int | None]]]] = {}
+        (outside, _), (inside, _) = map(treedef_children, (arguments.tree, arguments.inside))
+        self._offer_parts(outside, treedef_children(inside), 0, are_arguments=True)
 
-    def _offer(self, node: Any, is_argument: bool = False) -> None:
-        """Offers a part of the arguments, and all parts of it.
+    def _offer_parts(
+        self, outside: Any, insides: list[Any], start: int, are_arguments: bool = False
+    ) -> None:
+        """Offers the parts of a part of the arguments, and all parts of these.
 
         A number, or an array in something, is too like others; a key is not, nor an argument.
+
+        Args:
+          outside: its structure around the step.
+          insides: those of its parts in the step, where there are no boxes.
+          start: the place of its first leaf.
+          are_arguments: True of the arguments.
         """
-        is_slot = self._slots.has
-        leaves, tree = jax.tree.flatten(opened(node) if self._has_boxes else node)
-        is_known = not is_slot(node) or self._is_known(node, is_argument)
-        if is_known and any(map(is_slot, leaves)):
-            kinds = tuple([self._kind_before(x) if is_slot(x) else as_static(x) for x in leaves])
-            self._offered.setdefault((tree, kinds), []).append((node, leaves))
-        for part in () if is_slot(node) else jax.tree.leaves(node, is_leaf=lambda x: x is not node):
-            if part is not node:
-                self._offer(part)
+        for part, inside in zip(treedef_children(outside), insides, strict=True):
+            stop = start + part.num_leaves
+            before = self._arguments.numbers[start:stop]
+            shapes = [self._arguments.leaves[i].shape for i in before if i is not None]
+            is_known = bool(shapes)
+            if shapes and treedef_is_leaf(part):
+                [x] = shapes
+                is_known = is_key(x) or (x.ndim > 0 and (are_arguments or x.dtype == np.uint32))
+            if is_known:
+                kinds = tuple(self._kinds[start:stop])
+                self._offered.setdefault((inside, kinds), []).append((part, before))
+            is_box = not treedef_is_leaf(part) and part.node_data()[0] is Own
+            self._offer_parts(part, [inside] if is_box else treedef_children(inside), start)
+            start = stop
 
-    def _is_known(self, slot: object, is_argument: bool) -> bool:
-        i = self._slots[slot]
-        shape = self._arguments.leaves[i].shape
-        alone = shape.ndim > 0 and (is_argument or shape.dtype == np.uint32)
-        return alone or self._is_key[i]
-
-    def _kind_before(self, slot: object) -> Any:
-        leaf = self._arguments.leaves[self._slots[slot]]
-        shape = list(leaf.shape.shape)
-        if leaf.role is Role.ROWS:
-            shape[leaf.dim] //= self._arguments.workers.num_gradients
-        return tuple(shape[leaf.role is Role.OWN :]), leaf.shape.dtype
-
-    def of(self, out: Any, said: Collection[str]) -> Any:
-        """The result with a slot for each array.
+    def of(self, out: Any, said: Mapping[str, str]) -> dict[Any, tuple[Any, list[int | None]]]:
+        """By path the parts of a result that are found: the structure around the step, and the arrays.
 
         The largest parts are matched first: updates may look like momentum, which is a part of a state.
         What a user has named in ``out`` goes on from nothing, even if it looks so, as gradients do.
         """
-        found: dict[Any, Any] = {}
-        self._said = said
-        for path, node in sorted(_parts(out), key=lambda part: -len(jax.tree.leaves(part[1]))):
-            inside = any(path[:i] in found for i in range(len(path)))
-            is_said = _words(jax.tree_util.keystr(path) or "result").intersection(said)
-            matched = None if inside or is_said else self._matched(node)
+        leaves, tree = jax.tree_util.tree_flatten_with_path(out)
+        kinds, found = [_kind(x) for _, x in leaves], dict[Any, Any]()
+        for part, start, depth in sorted(_parts(tree), key=lambda part: -part[0].num_leaves):
+            own_kinds = tuple(kinds[start : start + part.num_leaves])
+            path = leaves[start][0][:depth] if own_kinds else ()
+            inside = any(path[:i] in found for i in range(depth))
+            is_said = _said(jax.tree_util.keystr(path) or "result", said)
+            matched = None if inside or is_said else self._matched(part, own_kinds)
             if matched is not None:
                 found[path] = matched
-        return self._filled(out, (), found)
+        return found
 
-    def _matched(self, node: Any) -> Any:
-        """A part of a result with its slots, as the part of the arguments that it goes on from; or None."""
-        leaves, tree = jax.tree.flatten(node)
-        kinds = tuple([(jnp.shape(x), x.dtype) if is_array(x) else as_static(x) for x in leaves])
-        for outside, before in self._offered.get((tree, kinds), ()):
-            places = [self._slots[x] for x in before if self._slots.has(x)]
-            if self._taken.isdisjoint(places):
-                self._taken.update(places)
-                slots = [self._slot(x, at) for x, at in zip(leaves, before, strict=True)]
-                held: Any = jax.tree.structure(outside)
-                return held.unflatten(slots)
+    def _matched(self, part: Any, kinds: Any) -> tuple[Any, list[int | None]] | None:
+        """A part of the arguments from which a part of a result goes on, and no other yet; or None."""
+        for outside, before in self._offered.get((part, kinds), ()):
+            arrays = {i for i in before if i is not None}
+            if self._taken.isdisjoint(arrays):
+                self._taken |= arrays
+                return outside, before
         return None
 
-    def _filled(self, node: Any, path: Any, found: dict[Any, Any]) -> Any:
-        """A part of a result, in which the parts that are found have their slots."""
-        if path in found:
-            return found[path]
-        name = f"result{jax.tree_util.keystr(path)}"
-        if isinstance(node, Own):
-            return jax.tree.map(lambda x: self._add(x, Result(name, kind="own")), node.value)
-        if jax.tree_util.all_leaves([node]):
-            is_number = is_array(node) or (type(node) is int and self._may_be_count(node, name))
-            return self._add(node, Result(name)) if is_number else _Fixed(node)
-        tree: Any
-        parts, tree = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-        return tree.unflatten([self._filled(x, (*path, *rest), found) for rest, x in parts])
 
-    def _may_be_count(self, number: int, name: str) -> bool:
-        """True for a number of Python that is that of a worker's rows, or of which the user says more."""
-        return number in self._arguments.rows_of_one() or bool(_words(name) & {*self._said})
-
-    def _slot(self, x: Any, at: Any) -> Any:
-        if not self._slots.has(at):
-            return _Fixed(x)
-        place = self._slots[at]
-        leaf = self._arguments.leaves[place]
-        return self._add(x, Result(leaf.name, place, leaf.kind))
+def _parts(tree: Any, start: int = 0, depth: int = 0) -> Iterator[tuple[Any, int, int]]:
+    """A structure and all parts of it, each with the place of its first leaf, and the keys to it."""
+    yield tree, start, depth
+    for part in treedef_children(tree):
+        yield from _parts(part, start, depth + 1)
+        start += part.num_leaves
 
 
-def _parts(tree: Any, path: Any = ()) -> Iterator[tuple[Any, Any]]:
-    """A tree and all parts of it, each with its path."""
-    yield path, tree
-    for rest, part in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree):
-        if rest:
-            yield from _parts(part, (*path, *rest))
+def _kind(x: Any) -> Any:
+    """What leaves of an argument and of a result have alike."""
+    return (jnp.shape(x), x.dtype) if is_array(x) else as_static(x)
+
+
+def _said(name: str, out: Mapping[str, str]) -> Role | None:
+    """What the user says of a result by a name in its path, or None."""
+    words = _words(name)
+    return next((SAID[role] for word, role in out.items() if word in words), None)
 
 
 class Outside:
@@ -255,6 +236,7 @@ class Outside:
 
     Attributes:
       roles: a `Role` for each.
+      specs: how each lies on the mesh.
     """
 
     def __init__(self, program: Any, differences: Differences, differ: Sequence[Classes]):
@@ -263,17 +245,21 @@ class Outside:
         self._over = [differences.axes_of(classes) for classes in differ]
         self._results, self._workers = program.results, program.workers
         self._leaves = program.arguments.leaves
-        self._averaged, self._out = {*program.mapped.averaged}, program.mapped.out
+        self._averaged = program.mapped.averaged
         self.roles = [self._role(i, x) for i, x in enumerate(self._results.each)]
         self._check_ratios()
         self._check_counts()
+        self.specs = self._specs()
 
     def _leaf(self, i: int) -> Any:
         before = self._results.each[i].before
         return None if before is None else self._leaves[before]
 
+    def _is_averaged(self, result: Result) -> bool:
+        return not {*self._averaged}.isdisjoint(_words(result.name))
+
     def _role(self, i: int, result: Result) -> Role:
-        x, leaf, over = self._results.arrays[i], self._leaf(i), self._over[i]
+        x, leaf, over = result.array, self._leaf(i), self._over[i]
         if result.kind == "own":
             return Role.OWN
         if leaf is not None and leaf.role in (Role.OWN, Role.ROWS):
@@ -293,7 +279,7 @@ class Outside:
             # Of flax's fp8 layers: a collection of linen, a kind of variable in nnx.
             if "_overwrite_with_gradient" in {*_words(result.name), result.kind}:
                 return Role.LARGEST
-            statistic = result.kind == "BatchStat" or _words(result.name) & self._averaged
+            statistic = result.kind == "BatchStat" or self._is_averaged(result)
             if statistic and is_float:
                 return Role.MEAN
             raise ValueError(self._drift(i, result, x))
@@ -301,8 +287,8 @@ class Outside:
             raise ValueError(
                 f"{result.name} is a random key that differs between workers: return it as state"
             )
-        if said := _words(result.name) & {*self._out}:
-            return SAID[self._out[said.pop()]]
+        if result.said:
+            return result.said
         if not x.ndim:
             self._check_number(i, result, x)
             return Role.MEAN if is_float else Role.SUM
@@ -323,30 +309,26 @@ class Outside:
         is_whole = value is not None and jnp.issubdtype(jnp.result_type(value), jnp.integer)
         if not is_whole or jnp.ndim(value):
             return Role.SAME
-        said = [self._out[word] for word in _words(result.name) & {*self._out}]
-        if not said and int(value) in self._program.arguments.rows_of_one():
+        if not result.said and int(value) in self._program.arguments.rows_of_one():
             raise ValueError(
                 f"{result.name} is {int(value)}, the number of one worker's rows, as of len(batch): return "
                 f"workers.num_gradients * len(batch), or say that it is added, map_step(..., "
-                f"out={{{_last_word(result.name)!r}: 'sum'}}); 'mean' keeps a number that only looks so"
+                f"out={{{_words(result.name)[-1]!r}: 'sum'}}); 'mean' keeps a number that only looks so"
             )
-        return Role.SUM if said == ["sum"] else Role.SAME
+        return Role.SUM if result.said is Role.SUM else Role.SAME
 
     def _check_counts(self) -> None:
         """Raises where the number of one worker's rows is added, which doubles with them."""
         program, rows = self._program, self._program.arguments.rows_of_one()
-        for i, role in enumerate(self.roles):
-            name = self._results.each[i].name
+        numbers = differ.added(program.closed.jaxpr)
+        for i, (result, number) in enumerate(zip(self._results.each, numbers, strict=True)):
             # Beside totals that are averaged, as those of Keras, a count is one worker's.
-            if role is not Role.SAME or _words(name) & self._averaged:
+            if self.roles[i] is not Role.SAME or self._is_averaged(result) or number not in rows:
                 continue
-            number = differ.added(program.closed.jaxpr, i)
-            if number is None or number not in rows:
-                continue
-            if differ.added(program.doubled[0].jaxpr, i) == 2 * number:
+            if differ.added(program.doubled[0].jaxpr)[i] == 2 * number:
                 raise ValueError(
-                    f"to {name} {number:g} is added, the number of one worker's rows, as of len(batch): "
-                    "add that of all, workers.num_gradients * len(batch)"
+                    f"to {result.name} {number:g} is added, the number of one worker's rows, as of "
+                    "len(batch): add that of all, workers.num_gradients * len(batch)"
                 )
 
     def _check_number(self, i: int, result: Result, x: Any) -> None:
@@ -357,7 +339,7 @@ class Outside:
             raise ValueError(
                 f"{result.name}, {x.dtype}[], is made by {name} of one worker's rows, and is neither "
                 "averaged nor added: say what it is of all workers, map_step(..., "
-                f"out={{{_last_word(result.name)!r}: {differ.PICKS.get(name, 'min')!r}}}); 'max' is the "
+                f"out={{{_words(result.name)[-1]!r}: {differ.PICKS.get(name, 'min')!r}}}); 'max' is the "
                 "largest, or true on any, 'min' the smallest, or true on all, 'each' gives [workers], and "
                 "'mean' and 'sum' are allowed too"
             )
@@ -381,8 +363,8 @@ class Outside:
         """Raises for a whole number that is added beside a floating one that is averaged."""
         beside: dict[str, dict[Role, str]] = {}
         for result, role in zip(self._results.each, self.roles, strict=True):
-            said = result.before is not None or result.kind or _words(result.name) & {*self._out}
-            if not said and role in (Role.MEAN, Role.SUM):
+            is_clear = result.before is not None or result.kind or result.said
+            if not is_clear and role in (Role.MEAN, Role.SUM):
                 inside = result.name.rpartition("[")[0]
                 beside.setdefault(inside, {})[role] = result.name
         for each in beside.values():
@@ -391,8 +373,8 @@ class Outside:
                 raise ValueError(
                     f"{mean} is a floating number, which is averaged over the workers, and beside it "
                     f"{total} a whole one, which is added: a ratio of them would be too small by the "
-                    f"number of workers. Say what they are: map_step(..., out={{{_last_word(mean)!r}: "
-                    f"'mean', {_last_word(total)!r}: 'sum'}}) for a mean and a count; 'sum' for both for "
+                    f"number of workers. Say what they are: map_step(..., out={{{_words(mean)[-1]!r}: "
+                    f"'mean', {_words(total)[-1]!r}: 'sum'}}) for a mean and a count; 'sum' for both for "
                     "a ratio"
                 )
 
@@ -463,10 +445,10 @@ class Outside:
         wanted = self._differences.shapes
         starts = {n.removesuffix(p) for p in wanted for n in shapes if n.endswith(p)}
         found = {s for s in starts if all(shapes.get(s + p) == x for p, x in wanted.items())}
-        least = min(map(_depth, found), default=0)
-        return {s for s in found if _depth(s) == least}
+        depths = {s: len(_words(s)) for s in found}
+        return {s for s, depth in depths.items() if depth == min(depths.values())}
 
-    def specs(self) -> list[P]:
+    def _specs(self) -> list[P]:
         """How each result lies on the mesh."""
         specs, axes = [], self._workers.axes
         for i, (result, role) in enumerate(zip(self._results.each, self.roles, strict=True)):
@@ -547,24 +529,15 @@ def _is_parameter(x: Any, trees: Collection[str]) -> bool:
     return any(x.name == tree or x.name.startswith((f"{tree}[", f"{tree}.")) for tree in trees)
 
 
-def _depth(name: str) -> int:
-    """The number of keys, attributes and indices in a name."""
-    return len(re.findall(r"\w+", name))
-
-
-def _words(name: str) -> set[str]:
-    return set(re.findall(r"\w+", name))
-
-
-def _last_word(name: str) -> str:
-    """The last key, attribute or index in a name."""
-    return str(re.findall(r"\w+", name)[-1])
+def _words(name: str) -> list[str]:
+    """The keys, attributes and indices in a name."""
+    return re.findall(r"\w+", name)
 
 
 def _first_key(name: str) -> str:
     """The first key or attribute in the name of a result, of which all arrays are probably alike."""
     keys = re.findall(r"[A-Za-z_]\w*", name)[1:]
-    return str(keys[0]) if keys else _last_word(name)
+    return str(keys[0]) if keys else _words(name)[-1]
 
 
 def _last_key(name: str) -> str:
