@@ -17,7 +17,15 @@ from lioncub_jax.exchange.mapped import OWN, Holder, find_holders
 from lioncub_jax.mesh import hosts
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.specs import StateSpecs, axes_of, has_flax, product, shortened, spec_of
+from lioncub_jax.mesh.specs import (
+    StateSpecs,
+    axes_of,
+    cuts_of,
+    has_flax,
+    product,
+    shortened,
+    spec_of,
+)
 from lioncub_jax.training import graphs
 
 # The names or places of arguments, or of each the dimension in which its rows are.
@@ -113,42 +121,30 @@ class Leaf(NamedTuple):
 
     Attributes:
       name: as a user would write it.
-      place: among all leaves of the arguments.
       argument: the place of its argument.
       role: a `Role`.
       spec: how it lies on the mesh.
       shape: of the whole of it, with its dtype.
       dim: the dimension of its rows.
-      kind: of the variable of nnx that holds it, or "".
       held: who holds it.
     """
 
     name: str
-    place: int
     argument: int
     role: Role
     spec: P
     shape: jax.ShapeDtypeStruct
     dim: int
-    kind: str
     held: Held
 
     def lies(self) -> P:
         """Its spec outside of a worker: XLA replicates what is empty."""
         return self.spec if self.shape.size else P()
 
-    def takes_fold(self) -> bool:
-        """True where a key of it is for a worker to fold its number into; an optimizer's own stay."""
-        return self.role is Role.SAME and not (self.held.in_optimizer or self.held.declared)
-
     def over(self) -> tuple[str, ...]:
         """The workers' axes that cut it."""
         differs = self.role in (Role.OWN, Role.ROWS)
         return axes_of(self.spec[self.dim]) if differs else ()
-
-    def here(self, x: Any) -> Any:
-        """One worker's array, of what it is given of the whole."""
-        return xla.by_words(lambda x: x[0], x) if self.role is Role.OWN else x
 
 
 class Call:
@@ -217,6 +213,11 @@ def is_array(x: Any, numbers: bool = False) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
+def kinds(leaves: Sequence[Any]) -> list[Any]:
+    """What leaves of an argument, and of the result that goes on from it, have alike."""
+    return [(jnp.shape(x), x.dtype) if is_array(x) else as_static(x) for x in leaves]
+
+
 class Arguments:
     """The arguments of a step, without their values.
 
@@ -228,6 +229,9 @@ class Arguments:
       hidden: True under ``jax.jit``, where nobody sees how arrays lie.
       names: of the arguments.
       paths: of the values in modules.
+      is_key: for each array whether it is one of typed random keys.
+      keys: places of such, into which a worker folds its number.
+      raw_keys: those of what may be a raw one.
     """
 
     def __init__(self, call: Call, workers: Workers, rows: Rows):
@@ -242,29 +246,38 @@ class Arguments:
         dims, places = arguments_of(rows.which, self.names), graphs.places(call.nodes)
         self.paths = [path for path, _ in places]
         held = _holders((whole[0], [x for _, x in places]), workers)
-        paths = jax.tree_util.tree_leaves_with_path(whole)
-        for place, ((path, x), holder) in enumerate(zip(paths, held, strict=True)):
+        specs = [spec_of(x) for x in call.flat]
+        for place, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(whole)):
             if not is_array(x, numbers=not call.traced):
                 self._statics[place] = x
                 self.numbers.append(None)
                 continue
             self.numbers.append(len(self.leaves))
-            at, inside = path[1].idx, path[2:]
+            holder, at, inside = held[place], path[1].idx, path[2:]
             if path[0].idx:
                 (first, *rest), _ = places[at]
                 at, inside = self.graph[first], (*graphs.keys(rest), *inside)
             elif holder.variable:  # in an nnx.State, whose variables are parts of a path
                 inside = tuple([key for key in inside if key != _VALUE])
             name = f"{self.names[at]}{jax.tree_util.keystr(inside)}"
-            role, spec, dim = _role(name, x, holder.own, dims.get(at), workers, rows)
+            lies = rows.spec if rows.spec is not None and at in dims else specs[place]
+            role, spec, dim = _role(name, x, lies, holder.own, dims.get(at), workers)
             kind = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
-            whole = list(jnp.shape(x))
+            sizes = list(jnp.shape(x))
             if role is Role.ROWS:
-                whole[dim] = _rows_of_all(name, x, dim, axes_of(spec[dim]), workers, rows)
-            shape = jax.ShapeDtypeStruct(tuple(whole), kind.dtype, weak_type=kind.weak_type)
-            self.leaves.append(
-                Leaf(name, place, at, role, spec, shape, dim, holder.variable, holder)
-            )
+                sizes[dim] = _rows_of_all(name, x, dim, axes_of(spec[dim]), workers, rows)
+            shape = jax.ShapeDtypeStruct(tuple(sizes), kind.dtype, weak_type=kind.weak_type)
+            self.leaves.append(Leaf(name, at, role, spec, shape, dim, holder))
+        self.is_key = [is_key(leaf.shape) for leaf in self.leaves]
+        self.keys, self.raw_keys = set[int](), set[int]()
+        for i, leaf in enumerate(self.leaves):
+            # An optimizer's own keys are the same for all; a class that says who has its fields folds them.
+            if leaf.role is not Role.SAME or leaf.held.in_optimizer or leaf.held.declared:
+                continue
+            if self.is_key[i]:
+                self.keys.add(i)
+            elif leaf.shape.dtype == np.uint32 and leaf.shape.ndim == 1:
+                self.raw_keys.add(i)
         self._check_rows()
 
     def _check_rows(self) -> None:
@@ -303,7 +316,7 @@ class Arguments:
             return
         known = {self.leaves[i].argument for i in returned} | {*self.graph}
         for i, x in enumerate(self.leaves):
-            is_array = x.role is Role.SAME and x.shape.ndim and not is_key(x.shape)
+            is_array = x.role is Role.SAME and x.shape.ndim and not self.is_key[i]
             if x.argument in known or not is_array or i in keys:
                 continue
             last, other = self.names[-1], self.names[x.argument]
@@ -321,7 +334,16 @@ class Arguments:
 
     def arrays(self, call: Call) -> list[Any]:
         """The arrays of a call with such arguments."""
-        return [call.flat[x.place] for x in self.leaves] if self._statics else call.flat
+        pairs = zip(call.flat, self.numbers, strict=True)
+        return [x for x, i in pairs if i is not None] if self._statics else call.flat
+
+    def on_worker(self, arrays: Sequence[Any]) -> list[Any]:
+        """A worker's arrays, of what it is given of the whole ones."""
+        here = list(arrays)
+        for i, leaf in enumerate(self.leaves):
+            if leaf.role is Role.OWN:
+                here[i] = xla.by_words(lambda x: x[0], here[i])
+        return here
 
     def local_rows(self, call: Call) -> dict[str, float]:
         """By name, of each array of rows that this process has alone, the rows for each part."""
@@ -350,7 +372,7 @@ class Arguments:
 
 
 def _role(
-    name: str, x: Any, own: P | None, dim: int | None, workers: Workers, rows: Rows
+    name: str, x: Any, spec: P, own: P | None, dim: int | None, workers: Workers
 ) -> tuple[Role, P, int]:
     """The role of an array, how it lies, and in which dimension its rows are."""
     if own is not None:
@@ -361,7 +383,6 @@ def _role(
                 "state by init of the optimizer, with the same workers"
             )
         return Role.OWN, own, 0
-    spec = spec_of(x) if dim is None or rows.spec is None else rows.spec
     inner = shortened(spec, workers.inner)
     lies = [d for d, entry in enumerate(spec) if not set(workers.axes).isdisjoint(axes_of(entry))]
     if not jnp.ndim(x) or (not lies and dim is None):
@@ -369,9 +390,9 @@ def _role(
     dim = lies[0] if lies else dim
     if dim is None or dim >= jnp.ndim(x):
         raise ValueError(f"{name} has shape {jnp.shape(x)}, and no dimension {dim} with rows")
-    entries = [*inner, *[None] * (jnp.ndim(x) - len(inner))]
-    entries[dim] = (*workers.axes, *axes_of(entries[dim]))
-    return Role.ROWS, shortened(P(*entries)), dim
+    cuts = cuts_of(inner, jnp.ndim(x))
+    cuts[dim] = (*workers.axes, *cuts[dim])
+    return Role.ROWS, shortened(P(*cuts)), dim
 
 
 def _rows_of_all(
@@ -477,14 +498,3 @@ def is_of_optax(node: Any) -> bool:
     if type(node) is tuple:
         return len(node) > 0 and all(map(is_of_optax, node))
     return type(node).__module__.split(".")[0] == "optax" or hasattr(node, "specs")
-
-
-def raw_keys(leaves: Sequence[Leaf]) -> list[bool]:
-    """For each array whether it may be a raw random key, into which a worker folds its number."""
-    words = [x.shape.dtype == np.uint32 and x.shape.ndim == 1 for x in leaves]
-    return [ok and x.takes_fold() for ok, x in zip(words, leaves, strict=True)]
-
-
-def typed_keys(leaves: Sequence[Leaf]) -> set[int]:
-    """Places of typed random keys, into which a worker folds its number."""
-    return {i for i, x in enumerate(leaves) if is_key(x.shape) and x.takes_fold()}

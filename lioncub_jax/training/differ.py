@@ -60,6 +60,9 @@ class Walk:
     def decided(self, eqn: JaxprEqn, by: Any) -> None:
         """Called for a ``cond`` or ``while`` with the value of its predicate."""
 
+    def scans(self, eqn: JaxprEqn, over: list[Any]) -> None:
+        """Called for a ``scan`` with the values of the arrays that it runs over."""
+
     def results(self, jaxpr: Jaxpr, given: Sequence[Any]) -> list[Any]:
         """The values of the results, from those of the arguments."""
         known: dict[Any, Any] = dict(zip(jaxpr.invars, given, strict=True))
@@ -97,6 +100,7 @@ class Walk:
             # Versions of JAX name these numbers differently; what is scanned has a dimension more outside.
             carried = _equal_ranks(eqn.outvars, inner[0].outvars)
             at = _equal_ranks(eqn.invars, inner[0].invars) - carried
+            self.scans(eqn, given[at + carried :])
             results: list[Any] = []
 
             def step(carry: list[Any]) -> list[Any]:
@@ -355,76 +359,46 @@ def constant(closed: ClosedJaxpr, i: int) -> Any:
     return known.get(x)
 
 
-# --- Loops
+# --- Where arrays come from
 
 
-def scanned(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[int]:
-    """Places of arguments over which a scan runs that has an exchange in it.
+class Origins(Walk):
+    """The argument that an array comes from, by its place; None of most.
 
-    Args:
-      jaxpr: of the step.
-      wanted: for each argument whether it is looked for.
+    Attributes:
+      keys: arguments that are raw keys: JAX's random functions take them, also by way of other
+        ``uint32[2]``, such as the state of a seed generator of Keras and its count.
+      scanned: arguments over which a scan runs that has an exchange in it.
     """
-    found: set[int] = set()
 
-    def visit(jaxpr: Jaxpr, origin: dict[Any, int]) -> None:
-        for eqn in jaxpr.eqns:
-            name, inner = eqn.primitive.name, [*jaxprs_in_params(eqn.params)]
-            places = [None if isinstance(x, Literal) else origin.get(x) for x in eqn.invars]
-            if name in _SHAPE_STAYS and places[0] is not None:
-                origin[eqn.outvars[0]] = places[0]
-            if len(inner) != 1 or len(inner[0].invars) != len(places):
-                continue
-            has_exchange = name == "scan" and any(map(_is_gradient, _equations(inner)))
-            whole: dict[Any, int] = {}
-            for outside, x, i in zip(eqn.invars, inner[0].invars, places, strict=True):
-                if i is not None and _equal_ranks([outside], [x]):
-                    whole[x] = i
-                elif i is not None and has_exchange:
-                    found.add(i)
-            visit(inner[0], whole)
+    constant = None
 
-    visit(jaxpr, {x: i for i, x in enumerate(jaxpr.invars) if wanted[i]})
-    return found
+    def __init__(self) -> None:
+        self.keys, self.scanned = set[int](), set[int]()
+
+    def join(self, *values: int | None) -> int | None:
+        """The first that is known."""
+        return next((x for x in values if x is not None), None)
+
+    def plain(self, eqn: JaxprEqn, given: list[int | None]) -> int | None:
+        """An array of another dtype comes from the same argument, and so do the words of a key."""
+        came = {x for x in given if x is not None}
+        if not came:
+            return None
+        if eqn.primitive.name in ("random_wrap", "threefry2x32"):
+            self.keys |= came
+        kinds: list[Any] = [x.aval for x in eqn.outvars]
+        is_key = any(x.shape == (2,) and x.dtype == "uint32" for x in kinds)
+        return self.join(*given) if is_key or eqn.primitive.name in _SHAPE_STAYS else None
+
+    def scans(self, eqn: JaxprEqn, over: list[int | None]) -> None:
+        """Keeps what a scan with an exchange runs over."""
+        if any(map(_is_gradient, _equations(jaxprs_in_params(eqn.params)))):
+            self.scanned |= {x for x in over if x is not None}
 
 
 def _is_gradient(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "name" and str(eqn.params["name"]).startswith(GRADIENT)
-
-
-# --- Keys
-
-
-def keys_among(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[int]:
-    """Places of arguments that are raw keys: JAX's random functions take them.
-
-    Also by way of other ``uint32[2]``, such as the state of a seed generator of Keras and its count.
-
-    Args:
-      jaxpr: of the step.
-      wanted: for each argument whether it may be one.
-    """
-    found: set[int] = set()
-
-    def visit(jaxpr: Jaxpr, origin: dict[Any, int]) -> None:
-        for eqn in jaxpr.eqns:
-            places = [None if isinstance(x, Literal) else origin.get(x) for x in eqn.invars]
-            came = [i for i in places if i is not None]
-            if not came:
-                continue
-            if eqn.primitive.name in ("random_wrap", "threefry2x32"):
-                found.update(came)
-            for x in eqn.outvars:
-                kind: Any = x.aval
-                if kind.shape == (2,) and kind.dtype == "uint32":
-                    origin[x] = came[0]
-            for one in jaxprs_in_params(eqn.params):
-                lead = len(eqn.invars) - len(one.invars)  # a cond has its predicate in front
-                pairs = zip(one.invars, places[lead:], strict=False) if lead >= 0 else ()
-                visit(one, {x: i for x, i in pairs if i is not None})
-
-    visit(jaxpr, {x: i for i, x in enumerate(jaxpr.invars) if wanted[i]})
-    return found
 
 
 # --- Constraints of a model that name the workers

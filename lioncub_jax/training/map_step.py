@@ -38,8 +38,6 @@ from lioncub_jax.training.arguments import (
     arguments_of,
     array_class,
     is_of_this_process,
-    raw_keys,
-    typed_keys,
 )
 from lioncub_jax.training.loss import in_worker
 from lioncub_jax.training.own import prepared
@@ -301,18 +299,20 @@ class Program:
                 "would have the whole of it: give it as an argument"
             )
         check_closure(self.closed, self.workers)
-        self.keys = typed_keys(self.arguments.leaves)
-        self.keys |= differ.keys_among(self.closed.jaxpr, raw_keys(self.arguments.leaves))
+        origins = differ.Origins()
+        origins.results(self.closed.jaxpr, range(len(shapes)))
+        self.keys = self.arguments.keys | (self.arguments.raw_keys & origins.keys)
         self.arguments.check_batch(self.results.returned(), self.keys)
-        self._check_scans()
-        self._read(shapes)
+        self._check_scans(origins.scanned)
+        self._read()
 
-    def _check_scans(self) -> None:
+    def _check_scans(self, scanned: set[int]) -> None:
         """Raises for rows along the dimension over which a scan with an exchange in it runs, its steps."""
-        leaves = self.arguments.leaves
-        first = [x.role is Role.ROWS and x.dim == 0 for x in leaves]
-        for i in differ.scanned(self.closed.jaxpr, first):
-            leaf, name = leaves[i], self.arguments.names[leaves[i].argument]
+        for i in sorted(scanned):
+            leaf = self.arguments.leaves[i]
+            name = self.arguments.names[leaf.argument]
+            if leaf.role is not Role.ROWS or leaf.dim > 0:
+                continue
             raise ValueError(
                 f"{leaf.name} has shape {leaf.shape.shape}, of which the first dimension is cut into the "
                 "rows of the workers, and a scan with the exchange in it runs over it, so each worker "
@@ -330,8 +330,7 @@ class Program:
         with contextlib.suppress(Exception):
             found = self._traced(self._with_rows(workers))
         if found is not None:
-            keys = {i for i, is_raw in enumerate(raw_keys(self.arguments.leaves)) if is_raw}
-            self.arguments.check_batch(found[1].returned(), keys)
+            self.arguments.check_batch(found[1].returned(), self.arguments.raw_keys)
             cut = ", ".join(x.name for x in self.arguments.leaves if x.role is Role.ROWS)
             error.add_note(
                 f"With all rows the step runs. On a worker {cut} has 1/{workers} of its rows, and other "
@@ -357,7 +356,6 @@ class Program:
         memory on a CPU, as XLA then fuses other operations.
         """
         found: dict[str, Any] = {}
-        leaves = self.arguments.leaves
 
         def known(arrays: list[jax.Array]) -> list[jax.Array]:
             return jax.core.eval_jaxpr(found["jaxpr"].jaxpr, found["jaxpr"].consts, *arrays)
@@ -365,7 +363,7 @@ class Program:
         def step(arrays: list[jax.Array]) -> list[jax.Array]:
             if found:  # JAX has dropped its trace, and another one would not be that which was read
                 return known(arrays)
-            arrays = [leaf.here(x) for leaf, x in zip(leaves, arrays, strict=True)]
+            arrays = self.arguments.on_worker(arrays)
             nodes, out = self.arguments.called(in_worker(self.mapped.step), arrays)
             results = Results(self.arguments, arrays, nodes, out, self.mapped.out)
             found["results"] = results
@@ -388,7 +386,7 @@ class Program:
         one = jitted if found["jaxpr"] is found["traced"] else known
         return found["jaxpr"], found["results"], one
 
-    def _read(self, shapes: Sequence[Any]) -> None:
+    def _read(self) -> None:
         """Proves which results differ between workers, and decides what becomes of them."""
         jaxpr, leaves, workers = self.closed.jaxpr, self.arguments.leaves, self.workers
         differences = differ.Differences(workers)
@@ -484,10 +482,9 @@ class Program:
 
     def on_mesh(self, arrays: Sequence[Any]) -> list[Any]:
         """The results of all workers, of global arrays."""
-        leaves = self.arguments.leaves
 
         def on_worker(arrays: list[jax.Array]) -> list[jax.Array]:
-            whole = [leaf.here(x) for leaf, x in zip(leaves, arrays, strict=True)]
+            whole = self.arguments.on_worker(arrays)
             here = [self._folded(x) if i in self.keys else x for i, x in enumerate(arrays)]
             with jax.named_scope(scopes.DECIDED):  # by none alone: `differ` has proven it
                 results = self.one(here)

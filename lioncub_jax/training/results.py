@@ -15,7 +15,7 @@ from lioncub_jax.exchange.bits import common_dtype
 from lioncub_jax.mesh.axes import all_finite
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.training import differ, graphs
-from lioncub_jax.training.arguments import Arguments, Own, Role, as_static, is_array
+from lioncub_jax.training.arguments import Arguments, Own, Role, is_array, kinds
 from lioncub_jax.training.differ import Classes, Differences, is_increment
 from lioncub_jax.training.worker import as_count
 
@@ -105,7 +105,7 @@ class Results:
                     self._held.append(_Fixed(x))
                 else:
                     leaf = self._arguments.leaves[i]
-                    self._add_array(x, leaf.name, before=i, kind=leaf.kind)
+                    self._add_array(x, leaf.name, before=i, kind=leaf.held.variable)
             return outside.unflatten(leaves)
         name = f"result{jax.tree_util.keystr(path)}"
         if isinstance(node, Own):
@@ -151,7 +151,7 @@ class _Matching:
 
     def __init__(self, arguments: Arguments, given: Sequence[Any]):
         self._arguments, self._taken = arguments, set[int]()
-        self._kinds = [_kind(x) for x in arguments.filled(given)]
+        self._kinds = kinds(arguments.filled(given))
         self._offered: dict[Any, list[tuple[Any, list[int | None]]]] = {}
         (outside, _), (inside, _) = map(treedef_children, (arguments.tree, arguments.inside))
         self._offer_parts(outside, treedef_children(inside), 0, are_arguments=True)
@@ -172,14 +172,15 @@ class _Matching:
         for part, inside in zip(treedef_children(outside), insides, strict=True):
             stop = start + part.num_leaves
             before = self._arguments.numbers[start:stop]
-            shapes = [self._arguments.leaves[i].shape for i in before if i is not None]
-            is_known = bool(shapes)
-            if shapes and treedef_is_leaf(part):
-                [x] = shapes
-                is_known = is_key(x) or (x.ndim > 0 and (are_arguments or x.dtype == np.uint32))
+            arrays = [i for i in before if i is not None]
+            is_known = bool(arrays)
+            if arrays and treedef_is_leaf(part):
+                x = self._arguments.leaves[arrays[0]].shape
+                is_array = x.ndim > 0 and (are_arguments or x.dtype == np.uint32)
+                is_known = is_array or self._arguments.is_key[arrays[0]]
             if is_known:
-                kinds = tuple(self._kinds[start:stop])
-                self._offered.setdefault((inside, kinds), []).append((part, before))
+                key = inside, tuple(self._kinds[start:stop])
+                self._offered.setdefault(key, []).append((part, before))
             is_box = not treedef_is_leaf(part) and part.node_data()[0] is Own
             self._offer_parts(part, [inside] if is_box else treedef_children(inside), start)
             start = stop
@@ -191,9 +192,9 @@ class _Matching:
         What a user has named in ``out`` goes on from nothing, even if it looks so, as gradients do.
         """
         leaves, tree = jax.tree_util.tree_flatten_with_path(out)
-        kinds, found = [_kind(x) for _, x in leaves], dict[Any, Any]()
+        each, found = kinds([x for _, x in leaves]), dict[Any, Any]()
         for part, start, depth in sorted(_parts(tree), key=lambda part: -part[0].num_leaves):
-            own_kinds = tuple(kinds[start : start + part.num_leaves])
+            own_kinds = tuple(each[start : start + part.num_leaves])
             path = leaves[start][0][:depth] if own_kinds else ()
             inside = any(path[:i] in found for i in range(depth))
             is_said = _said(jax.tree_util.keystr(path) or "result", said)
@@ -218,11 +219,6 @@ def _parts(tree: Any, start: int = 0, depth: int = 0) -> Iterator[tuple[Any, int
     for part in treedef_children(tree):
         yield from _parts(part, start, depth + 1)
         start += part.num_leaves
-
-
-def _kind(x: Any) -> Any:
-    """What leaves of an argument and of a result have alike."""
-    return (jnp.shape(x), x.dtype) if is_array(x) else as_static(x)
 
 
 def _said(name: str, out: Mapping[str, str]) -> Role | None:
@@ -419,7 +415,7 @@ class Outside:
             "what each worker has for itself, such as its own loss or norm: take "
             "lioncub_jax.mean_over_workers(loss, workers)"
         )
-        if _is_parameter(result, trees):
+        if _is_parameter(result.name, result.kind, trees):
             shown = ", ".join([*exchanges[0]][:3])
             return (
                 "A parameter would drift apart: its update does not come from a transform in which "
@@ -428,7 +424,7 @@ class Outside:
             )
         alike = [x for x in self._leaves if name in _words(x.name)]
         if name == result.name or any(
-            x.held.in_optimizer or _is_parameter(x, trees) for x in alike
+            x.held.in_optimizer or _is_parameter(x.name, x.held.variable, trees) for x in alike
         ):
             return (
                 f"It is made of {cause}; what is to be each worker's own goes in a box, "
@@ -522,11 +518,11 @@ def _picked(pick: Callable[..., jax.Array], x: jax.Array, axes: tuple[str, ...])
     return jnp.where(undefined, jnp.nan, pick(x, axes))
 
 
-def _is_parameter(x: Any, trees: Collection[str]) -> bool:
+def _is_parameter(name: str, kind: str, trees: Collection[str]) -> bool:
     """True for a result or argument in one of these trees, or a parameter of nnx."""
-    if x.kind:
-        return bool(x.kind == "Param")
-    return any(x.name == tree or x.name.startswith((f"{tree}[", f"{tree}.")) for tree in trees)
+    if kind:
+        return kind == "Param"
+    return any(name == tree or name.startswith((f"{tree}[", f"{tree}.")) for tree in trees)
 
 
 def _words(name: str) -> list[str]:
