@@ -48,10 +48,6 @@ class Rows(NamedTuple):
     local_steps: int = 1
     accumulate: int = 1
 
-    def axes(self, workers: Workers) -> tuple[str, ...]:
-        """The axes that cut the rows of one process."""
-        return workers.axes if self.spec is None else axes_of(self.spec[0])
-
 
 class Role(enum.Enum):
     """What an array is to the workers; all but the first three are of results alone."""
@@ -226,7 +222,6 @@ class Arguments:
       tree: the structure of ``(plain arguments, values of modules)``, with boxes.
       inside: the same without boxes, as in a step.
       numbers: for each leaf of the tree the place of its array, None where it is none.
-      hidden: True under ``jax.jit``, where nobody sees how arrays lie.
       names: of the arguments.
       paths: of the values in modules.
       is_key: for each array whether it is one of typed random keys.
@@ -235,7 +230,7 @@ class Arguments:
     """
 
     def __init__(self, call: Call, workers: Workers, rows: Rows):
-        self.workers, self.hidden, self.names = workers, call.traced, call.names()
+        self.workers, self.names = workers, call.names()
         self.graph, self._graphdef = call.graph, call.graphdef
         self.tree: Any = call.tree
         self._keywords, self._which = call.keywords, rows.which
@@ -390,7 +385,7 @@ def _role(
     dim = lies[0] if lies else dim
     if dim is None or dim >= jnp.ndim(x):
         raise ValueError(f"{name} has shape {jnp.shape(x)}, and no dimension {dim} with rows")
-    cuts = cuts_of(inner, jnp.ndim(x))
+    cuts = cuts_of(tuple(inner), jnp.ndim(x))
     cuts[dim] = (*workers.axes, *cuts[dim])
     return Role.ROWS, shortened(P(*cuts)), dim
 

@@ -203,16 +203,11 @@ class Differences(Walk):
         if operands == self.constant:
             self._seeded |= name == "random_seed"
             self.draws_alike |= name == "random_bits" and self._seeded and not self._gradients
-        is_ref = any(
-            hasattr(x.aval, "inner_aval") for x in eqn.outvars
-        )  # that may be written later
-        if (
-            is_ref
-            or name in _OF_A_HOST
-            or any(map(self._names_workers, jaxprs_in_params(eqn.params)))
-        ):
+        is_ref = any(hasattr(x.aval, "inner_aval") for x in eqn.outvars)  # may be written later
+        talks = any(map(self._named, _equations(jaxprs_in_params(eqn.params))))
+        if is_ref or talks or name in _OF_A_HOST:
             return self.each
-        if name in _CASTS or not set(named_axes(eqn)).intersection(self._axes):
+        if name in _CASTS or not self._named(eqn):
             return operands
         groups = self._groups(eqn)
         if name == "ppermute" and groups is not None:
@@ -231,21 +226,19 @@ class Differences(Walk):
         if by == self.constant:
             return
         for one in _equations(jaxprs_in_params(eqn.params)):
-            if not set(named_axes(one)).intersection(self._axes):
-                continue
-            if one.primitive.name in (*_CASTS, "axis_index"):
+            if one.primitive.name in (*_CASTS, "axis_index") or not self._named(one):
                 continue
             groups = self._groups(one) or [list(self.each)]
             if any(len({by[m] for m in group}) > 1 for group in groups):
                 raise ValueError(_HANGS)
 
-    def _names_workers(self, jaxpr: Jaxpr) -> bool:
-        named = (set(named_axes(eqn)) for eqn in _equations([jaxpr]))
-        return any(not names.isdisjoint(self._axes) for names in named)
+    def _named(self, eqn: JaxprEqn) -> list[str]:
+        """The workers' axes that an operation names."""
+        return [n for n in named_axes(eqn) if n in self._axes]
 
     def _groups(self, eqn: JaxprEqn) -> list[list[int]] | None:
         """Workers that take part in a collective together, in order; None where that is not known."""
-        named = [n for n in named_axes(eqn) if n in self._axes]
+        named = self._named(eqn)
         places = [self._axes.index(n) for n in named]
         lines = np.moveaxis(self._grid, places, range(-len(places), 0))
         rows = lines.reshape(-1, np.prod([self._grid.shape[i] for i in places], dtype=int)).tolist()

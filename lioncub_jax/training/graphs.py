@@ -9,7 +9,7 @@ import numpy as np
 
 from lioncub_jax.exchange.mapped import Holder, find_holders
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.specs import StateSpecs, axes_of, has_flax, is_of_flax
+from lioncub_jax.mesh.specs import StateSpecs, has_flax, is_of_flax
 
 _TAG = "lioncub_jax.map_step"
 _BOX = "lioncub_jax_own"  # in the metadata of a variable
@@ -123,9 +123,8 @@ def is_boxed(x: Any) -> bool:
 
 def is_own(variable: Any, workers: Workers) -> bool:
     """True for a variable whose first dimension is that of the workers, by its names."""
-    names = variable.get_metadata().get("out_sharding") or ()
-    names = tuple(getattr(names, "spec", names))
-    return bool(names) and not set(axes_of(names[0])).isdisjoint(workers.axes)
+    names: Any = variable.get_metadata().get("out_sharding") or ()
+    return workers.stacks(getattr(names, "spec", names))
 
 
 def kind_of(x: Any) -> str:

@@ -61,7 +61,7 @@ def local_value_and_grad(
     @functools.wraps(loss_fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
         out = loss_fn(*args, **kwargs)
-        loss_and_aux(out, has_aux)
+        returned(out, *(("loss", "aux") if has_aux else ("loss",)))
         return out
 
     value_and_grad = jax.value_and_grad(checked, has_aux=has_aux)
@@ -143,13 +143,6 @@ def returned(out: Any, *names: str, **defaults: Any) -> tuple[Any, ...]:
             "loss.mean(), and other values as aux, (loss, aux)"
         )
     return (*values, *[*defaults.values()][len(values) - len(names) :])
-
-
-def loss_and_aux(out: Any, has_aux: bool) -> tuple[jax.Array, Any]:
-    """``(loss, aux)`` of a loss's result."""
-    if has_aux:
-        return returned(out, "loss", "aux")  # type: ignore[return-value]
-    return returned(out, "loss")[0], ()
 
 
 def like_given(model_state: Any, after: Any) -> Any:

@@ -23,10 +23,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import checks
-from lioncub_jax.mesh import axes, hosts
+from lioncub_jax.mesh import hosts
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import FREE, Workers, check_alive, check_real
-from lioncub_jax.mesh.specs import axes_in, spec_of
+from lioncub_jax.mesh.specs import axes_in, axes_of, spec_of
 from lioncub_jax.programs import scopes
 from lioncub_jax.training import differ, graphs
 from lioncub_jax.training.arguments import (
@@ -40,7 +40,7 @@ from lioncub_jax.training.arguments import (
     is_of_this_process,
 )
 from lioncub_jax.training.loss import in_worker
-from lioncub_jax.training.own import prepared
+from lioncub_jax.training.own import fold, prepared
 from lioncub_jax.training.results import SAID, Outside, Results
 
 
@@ -222,8 +222,9 @@ class MappedStep:
         arguments, mesh = program.arguments, self.workers.mesh
         arrays, rows = arguments.arrays(call), arguments.local_rows(call)
         named = program.named(arrays)
-        axes = self.rows.axes(self.workers)
-        hosts.check_rows(rows, {name: named[name] for name in rows}, mesh, axes)
+        spec = self.rows.spec
+        over = self.workers.axes if spec is None else axes_of(spec[0])
+        hosts.check_rows(rows, {name: named[name] for name in rows}, mesh, over)
         whole = {name: x for name, x in named.items() if name not in rows}
         hosts.check_same("map_step", whole, mesh)
         arrays = moved(arrays, moves)
@@ -485,7 +486,7 @@ class Program:
 
         def on_worker(arrays: list[jax.Array]) -> list[jax.Array]:
             whole = self.arguments.on_worker(arrays)
-            here = [self._folded(x) if i in self.keys else x for i, x in enumerate(arrays)]
+            here = [fold(self.workers, x) if i in self.keys else x for i, x in enumerate(arrays)]
             with jax.named_scope(scopes.DECIDED):  # by none alone: `differ` has proven it
                 results = self.one(here)
             for i, chain in self.chains.items():
@@ -494,10 +495,6 @@ class Program:
 
         run = self.mapper.map(on_worker, (self.specs,), self.outside.specs, typed=False)
         return run(list(arrays))  # type: ignore[no-any-return]
-
-    def _folded(self, x: jax.Array) -> jax.Array:
-        fold = jnp.vectorize(jax.random.fold_in) if is_key(x) else jax.random.fold_in
-        return fold(x, axes.worker_index(self.workers.axes))
 
 
 def frames_of_ours() -> int:

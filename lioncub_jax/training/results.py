@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import treedef_children, treedef_is_leaf
+from jax.tree_util import treedef_is_leaf
 
 from lioncub_jax.exchange import wires, xla
 from lioncub_jax.exchange.bits import common_dtype
@@ -81,16 +81,16 @@ class Results:
         """Adds the variables of the modules that the step was given, and of those that it returns."""
         both, arguments = (nodes, out), self._arguments
         self._definition, values = graphs.split(both)
-        plain, state = treedef_children(arguments.tree)
-        before, start = {}, plain.num_leaves
-        for path, part in zip(arguments.paths, treedef_children(state), strict=True):
+        plain, state = arguments.tree.children()
+        before, start = dict[Any, list[int | None]](), plain.num_leaves
+        for path, part in zip(arguments.paths, state.children(), strict=True):
             before[path] = arguments.numbers[start : start + part.num_leaves]
             start += part.num_leaves
-        for ((which, *path), holder), value in zip(graphs.places(both), values, strict=True):
-            known = before.get(tuple(path), []) if which == 0 else []
+        for ((which, *keys), holder), value in zip(graphs.places(both), values, strict=True):
+            known = before.get(tuple(keys), []) if which == 0 else []
             for i, (rest, x) in enumerate(jax.tree_util.tree_leaves_with_path(value)):
                 at = known[i] if i < len(known) else None
-                name = f"result{jax.tree_util.keystr((*graphs.keys(path), *rest))}"
+                name = f"result{jax.tree_util.keystr((*graphs.keys(keys), *rest))}"
                 name = name if at is None else arguments.leaves[at].name
                 self.each.append(Result(name, jnp.asarray(x), at, graphs.kind_of(holder)))
         self._state_tree = jax.tree.structure(values)
@@ -153,8 +153,8 @@ class _Matching:
         self._arguments, self._taken = arguments, set[int]()
         self._kinds = kinds(arguments.filled(given))
         self._offered: dict[Any, list[tuple[Any, list[int | None]]]] = {}
-        (outside, _), (inside, _) = map(treedef_children, (arguments.tree, arguments.inside))
-        self._offer_parts(outside, treedef_children(inside), 0, are_arguments=True)
+        outside, inside = (tree.children()[0] for tree in (arguments.tree, arguments.inside))
+        self._offer_parts(outside, inside.children(), 0, are_arguments=True)
 
     def _offer_parts(
         self, outside: Any, insides: list[Any], start: int, are_arguments: bool = False
@@ -169,7 +169,7 @@ class _Matching:
           start: the place of its first leaf.
           are_arguments: True of the arguments.
         """
-        for part, inside in zip(treedef_children(outside), insides, strict=True):
+        for part, inside in zip(outside.children(), insides, strict=True):
             stop = start + part.num_leaves
             before = self._arguments.numbers[start:stop]
             arrays = [i for i in before if i is not None]
@@ -182,7 +182,7 @@ class _Matching:
                 key = inside, tuple(self._kinds[start:stop])
                 self._offered.setdefault(key, []).append((part, before))
             is_box = not treedef_is_leaf(part) and part.node_data()[0] is Own
-            self._offer_parts(part, [inside] if is_box else treedef_children(inside), start)
+            self._offer_parts(part, [inside] if is_box else inside.children(), start)
             start = stop
 
     def of(self, out: Any, said: Mapping[str, str]) -> dict[Any, tuple[Any, list[int | None]]]:
@@ -216,7 +216,7 @@ class _Matching:
 def _parts(tree: Any, start: int = 0, depth: int = 0) -> Iterator[tuple[Any, int, int]]:
     """A structure and all parts of it, each with the place of its first leaf, and the keys to it."""
     yield tree, start, depth
-    for part in treedef_children(tree):
+    for part in tree.children():
         yield from _parts(part, start, depth + 1)
         start += part.num_leaves
 
@@ -319,9 +319,9 @@ class Outside:
         numbers = differ.added(program.closed.jaxpr)
         for i, (result, number) in enumerate(zip(self._results.each, numbers, strict=True)):
             # Beside totals that are averaged, as those of Keras, a count is one worker's.
-            if self.roles[i] is not Role.SAME or self._is_averaged(result) or number not in rows:
+            if self.roles[i] is not Role.SAME or self._is_averaged(result) or number is None:
                 continue
-            if differ.added(program.doubled[0].jaxpr)[i] == 2 * number:
+            if number in rows and differ.added(program.doubled[0].jaxpr)[i] == 2 * number:
                 raise ValueError(
                     f"to {result.name} {number:g} is added, the number of one worker's rows, as of "
                     "len(batch): add that of all, workers.num_gradients * len(batch)"
