@@ -4,7 +4,7 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ from lioncub_jax.training import graphs
 
 # The names or places of arguments, or of each the dimension in which its rows are.
 Which = str | int | Sequence[str | int] | Mapping[str | int, int] | None
+# The places of arrays that lie elsewhere than a program wants them, where to, and the shape of whole rows.
+Moves: TypeAlias = list[tuple[int, NamedSharding, tuple[int, ...] | None]]
 _VALUE = jax.tree_util.GetAttrKey("value")  # of a variable of nnx, in the path of its array
 
 
@@ -122,6 +124,7 @@ class Leaf(NamedTuple):
       spec: how it lies on the mesh.
       shape: of the whole of it, with its dtype.
       dim: the dimension of its rows.
+      over: the axes that cut it into rows or into what is each worker's own.
       held: who holds it.
     """
 
@@ -131,16 +134,8 @@ class Leaf(NamedTuple):
     spec: P
     shape: jax.ShapeDtypeStruct
     dim: int
+    over: tuple[str, ...]
     held: Held
-
-    def lies(self) -> P:
-        """Its spec outside of a worker: XLA replicates what is empty."""
-        return self.spec if self.shape.size else P()
-
-    def over(self) -> tuple[str, ...]:
-        """The workers' axes that cut it."""
-        differs = self.role in (Role.OWN, Role.ROWS)
-        return axes_of(self.spec[self.dim]) if differs else ()
 
 
 class Call:
@@ -224,6 +219,7 @@ class Arguments:
       numbers: for each leaf of the tree the place of its array, None where it is none.
       names: of the arguments.
       paths: of the values in modules.
+      shardings: how arrays lie outside of a worker.
       is_key: for each array whether it is one of typed random keys.
       keys: places of such, into which a worker folds its number.
       raw_keys: those of what may be a raw one.
@@ -257,13 +253,21 @@ class Arguments:
             name = f"{self.names[at]}{jax.tree_util.keystr(inside)}"
             lies = rows.spec if rows.spec is not None and at in dims else specs[place]
             role, spec, dim = _role(name, x, lies, holder.own, dims.get(at), workers)
+            over = () if role is Role.SAME else axes_of(spec[dim])
             kind = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
             sizes = list(jnp.shape(x))
             if role is Role.ROWS:
-                sizes[dim] = _rows_of_all(name, x, dim, axes_of(spec[dim]), workers, rows)
+                sizes[dim] = _rows_of_all(name, x, dim, over, workers, rows)
             shape = jax.ShapeDtypeStruct(tuple(sizes), kind.dtype, weak_type=kind.weak_type)
-            self.leaves.append(Leaf(name, at, role, spec, shape, dim, holder))
+            self.leaves.append(Leaf(name, at, role, spec, shape, dim, over, holder))
+        # XLA replicates what is empty.
+        lie = [leaf.spec if leaf.shape.size else P() for leaf in self.leaves]
+        self.shardings = [NamedSharding(workers.mesh, spec) for spec in lie]
         self.is_key = [is_key(leaf.shape) for leaf in self.leaves]
+        self._find_keys()
+        self._check_rows()
+
+    def _find_keys(self) -> None:
         self.keys, self.raw_keys = set[int](), set[int]()
         for i, leaf in enumerate(self.leaves):
             # An optimizer's own keys are the same for all; a class that says who has its fields folds them.
@@ -273,7 +277,6 @@ class Arguments:
                 self.keys.add(i)
             elif leaf.shape.dtype == np.uint32 and leaf.shape.ndim == 1:
                 self.raw_keys.add(i)
-        self._check_rows()
 
     def _check_rows(self) -> None:
         rows = [x for x in self.leaves if x.role is Role.ROWS]
@@ -327,6 +330,23 @@ class Arguments:
         statics = [(i, as_static(x)) for i, x in self._statics.items()]
         return call.tree, call.graphdef, call.keywords, tuple(statics), tuple(self.leaves)
 
+    def moves(self, call: Call) -> Moves:
+        """What is to be moved of the arrays of a call; the same in each call with arrays that lie so."""
+        moves: Moves = []
+        for i, (x, leaf, to) in enumerate(
+            zip(self.arrays(call), self.leaves, self.shardings, strict=True)
+        ):
+            local = is_of_this_process(x, self.workers)
+            # A number, as the step of a TrainState at first, would be another program than what follows it.
+            # Of several processes none may give jit an array of NumPy for a mesh.
+            of_host = isinstance(x, (int, float, complex))
+            of_host |= isinstance(x, np.ndarray) and jax.process_count() > 1
+            lies = isinstance(x, jax.Array) and x.sharding
+            if local or of_host or (lies and not lies.is_equivalent_to(to, x.ndim)):
+                is_rows = local and leaf.role is Role.ROWS
+                moves.append((i, to, leaf.shape.shape if is_rows else None))
+        return moves
+
     def arrays(self, call: Call) -> list[Any]:
         """The arrays of a call with such arguments."""
         pairs = zip(call.flat, self.numbers, strict=True)
@@ -345,7 +365,7 @@ class Arguments:
         found = {}
         for x, leaf in zip(self.arrays(call), self.leaves, strict=True):
             if leaf.role is Role.ROWS and is_of_this_process(x, self.workers):
-                parts = product(self.workers.mesh.shape, axes_of(leaf.spec[leaf.dim]))
+                parts = product(self.workers.mesh.shape, leaf.over)
                 found[leaf.name] = leaf.shape.shape[leaf.dim] / parts
         return found
 

@@ -13,13 +13,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import checks
@@ -32,12 +30,12 @@ from lioncub_jax.training import differ, graphs
 from lioncub_jax.training.arguments import (
     Arguments,
     Call,
+    Moves,
     Role,
     Rows,
     Which,
     arguments_of,
     array_class,
-    is_of_this_process,
 )
 from lioncub_jax.training.loss import in_worker
 from lioncub_jax.training.own import fold, prepared
@@ -201,7 +199,7 @@ class MappedStep:
             self._check_rows(arguments.local_rows(call))
             known = self._programs.get(arguments.key(call))
             if known is not None and known.is_compared:
-                return known, moves_of(arguments, arguments.arrays(call))
+                return known, arguments.moves(call)
         program, moves = hosts.together(
             "the step was not traced", partial(self._program, call, arguments)
         )
@@ -217,7 +215,7 @@ class MappedStep:
                 "step for others"
             )
 
-    def _compare(self, program: "Program", call: Call, moves: "Moves") -> None:
+    def _compare(self, program: "Program", call: Call, moves: Moves) -> None:
         """Compares between processes what they give, and the program: all raise, or none."""
         arguments, mesh = program.arguments, self.workers.mesh
         arrays, rows = arguments.arrays(call), arguments.local_rows(call)
@@ -239,7 +237,7 @@ class MappedStep:
         key = arguments.key(call)
         if key not in self._programs:
             self._programs[key] = Program(self, call, arguments)
-        return self._programs[key], moves_of(arguments, arguments.arrays(call))
+        return self._programs[key], arguments.moves(call)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step as ``jax.jit(...).lower``, to read its program. Shapes will do."""
@@ -391,8 +389,7 @@ class Program:
         """Proves which results differ between workers, and decides what becomes of them."""
         jaxpr, leaves, workers = self.closed.jaxpr, self.arguments.leaves, self.workers
         differences = differ.Differences(workers)
-        cuts = [x.over() for x in leaves]
-        given = [differences.over(axes) for axes in cuts]
+        given = [differences.over(x.over) for x in leaves]
         folded = [differences.each if i in self.keys else x for i, x in enumerate(given)]
         results = differences.results(jaxpr, folded)
         self._check_gradients(differences)
@@ -471,12 +468,10 @@ class Program:
         leaves = self.arguments.leaves
         pairs = zip(self.outside.specs, self.results.each, strict=True)
         results = [spec if x.array.size else P() for spec, x in pairs]
-        lie = tuple([x.lies() for x in leaves]), results
-        given, out = self.workers.shardings(lie)
         return jax.jit(
             run,
-            in_shardings=given,
-            out_shardings=out,
+            in_shardings=tuple(self.arguments.shardings),
+            out_shardings=self.workers.shardings(results),
             donate_argnums=[i for i, x in enumerate(leaves) if x.argument in donated],
             compiler_options=self.mapped.options,
         )
@@ -528,30 +523,6 @@ def check_closure(closed: Any, workers: Workers) -> None:
                 "the step closes over a random key, and all workers would draw the same: give it as an "
                 "argument, into which each folds its number"
             )
-
-
-# The places of arrays that lie elsewhere than a program wants them, where to, and the shape of whole rows.
-Moves: TypeAlias = list[tuple[int, NamedSharding, tuple[int, ...] | None]]
-
-
-def moves_of(arguments: Arguments, arrays: Sequence[Any]) -> Moves:
-    """What is to be moved of the arrays of a call; the same in each call with arrays that lie so."""
-    moves: Moves = []
-    for i, (x, leaf) in enumerate(zip(arrays, arguments.leaves, strict=True)):
-        sharding = NamedSharding(arguments.workers.mesh, leaf.lies())
-        local = is_of_this_process(x, arguments.workers)
-        # A number, as the step of a TrainState at first, would be another program than what follows it. Of
-        # several processes none may give jit an array of NumPy for a mesh.
-        of_host = isinstance(x, (int, float, complex))
-        of_host |= isinstance(x, np.ndarray) and jax.process_count() > 1
-        if (
-            local
-            or of_host
-            or (isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(sharding, x.ndim))
-        ):
-            is_rows = local and leaf.role is Role.ROWS
-            moves.append((i, sharding, leaf.shape.shape if is_rows else None))
-    return moves
 
 
 def moved(arrays: list[Any], moves: Moves) -> list[Any]:

@@ -259,7 +259,7 @@ class Outside:
         if result.kind == "own":
             return Role.OWN
         if leaf is not None and leaf.role in (Role.OWN, Role.ROWS):
-            if more := sorted(set(over).difference(leaf.over())):
+            if more := sorted(set(over).difference(leaf.over)):
                 raise ValueError(
                     f"{result.name} is the same over {more} before the step, and differs over it after"
                 )
