@@ -218,7 +218,7 @@ class Arguments:
       inside: the same without boxes, as in a step.
       numbers: for each leaf of the tree the place of its array, None where it is none.
       names: of the arguments.
-      paths: of the values in modules.
+      values: in modules, by their paths: the numbers of their leaves.
       shardings: how arrays lie outside of a worker.
       is_key: for each array whether it is one of typed random keys.
       keys: places of such, into which a worker folds its number.
@@ -235,21 +235,22 @@ class Arguments:
         self._statics, self.leaves = dict[int, Any](), list[Leaf]()
         self.numbers = list[int | None]()
         dims, places = arguments_of(rows.which, self.names), graphs.places(call.nodes)
-        self.paths = [path for path, _ in places]
+        self.values = {path: list[int | None]() for path, _ in places}
         held = _holders((whole[0], [x for _, x in places]), workers)
         specs = [spec_of(x) for x in call.flat]
         for place, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(whole)):
-            if not is_array(x, numbers=not call.traced):
-                self._statics[place] = x
-                self.numbers.append(None)
-                continue
-            self.numbers.append(len(self.leaves))
+            number = len(self.leaves) if is_array(x, numbers=not call.traced) else None
+            self.numbers.append(number)
             holder, at, inside = held[place], path[1].idx, path[2:]
             if path[0].idx:
-                (first, *rest), _ = places[at]
-                at, inside = self.graph[first], (*graphs.keys(rest), *inside)
+                value, _ = places[at]
+                self.values[value].append(number)
+                at, inside = self.graph[value[0]], (*graphs.keys(value[1:]), *inside)
             elif holder.variable:  # in an nnx.State, whose variables are parts of a path
                 inside = tuple([key for key in inside if key != _VALUE])
+            if number is None:
+                self._statics[place] = x
+                continue
             name = f"{self.names[at]}{jax.tree_util.keystr(inside)}"
             lies = rows.spec if rows.spec is not None and at in dims else specs[place]
             role, spec, dim = _role(name, x, lies, holder.own, dims.get(at), workers)
@@ -472,10 +473,10 @@ def _holders(tree: Any, workers: Workers) -> list[Held]:
         return isinstance(x, Own) or (of_flax and graphs.is_boxed(x))
 
     def visit(node: Any, in_optimizer: bool, variable: str) -> None:
-        specs, leaves = getattr(node, "specs", None), jax.tree.leaves(node)
         kind = graphs.kind_of(node) if of_flax else ""
         variable = kind or variable
-        in_optimizer = in_optimizer or variable == "OptState"
+        in_optimizer = in_optimizer or variable == "OptState" or is_of_optax(node)
+        first, leaves, specs = len(found), jax.tree.leaves(node), getattr(node, "specs", None)
         held = functools.partial(Held, in_optimizer=in_optimizer, variable=variable)
         if is_box(node) or (kind and graphs.is_own(node, workers)):
             found.extend([held(own_spec(x), kept=is_box(node)) for x in leaves])
@@ -484,15 +485,14 @@ def _holders(tree: Any, workers: Workers) -> list[Held]:
             # A state that `MappedStep.prepare` has put into boxes is in front of another exchange.
             said = [spec if workers.stacks(spec) else None for spec in specs.state]
             for own, x in zip(said, jax.tree.leaves(node, is_leaf=is_box), strict=True):
-                kept = is_box(x)
-                own = own_spec(jax.tree.leaves(x)[0]) if kept else own
-                found.append(Held(own, True, kept, variable=variable))
+                is_boxed = is_box(x)
+                own = own_spec(jax.tree.leaves(x)[0]) if is_boxed else own
+                found.append(held(own, kept=is_boxed))
             return
         parts = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
         if len(parts) == 1 and parts[0] is node:
             found.append(held(None))
             return
-        first, in_optimizer = len(found), in_optimizer or is_of_optax(node)
         for part in parts:
             visit(part, in_optimizer, variable)
         if hasattr(node, "holders"):

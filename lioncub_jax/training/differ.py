@@ -180,13 +180,10 @@ class Differences(Walk):
         places = np.indices(self._grid.shape).reshape(self._grid.ndim, -1)[own]
         return _numbered(map(tuple, places.T.tolist()))
 
-    def axes_of(self, classes: Classes) -> list[str]:
+    def axes_of(self, classes: Classes) -> Axes:
         """The axes along which classes change."""
-        grid, axes = np.array(classes).reshape(self._grid.shape), []
-        for i, n in enumerate(self._axes):
-            if (grid != grid.take([0], axis=i)).any():
-                axes.append(n)
-        return axes
+        grid, named = np.array(classes).reshape(self._grid.shape), enumerate(self._axes)
+        return tuple([n for i, n in named if (grid != grid.take([0], axis=i)).any()])
 
     def join(self, *values: Classes) -> Classes:
         """Workers are in one class if they are for each array."""

@@ -81,16 +81,11 @@ class Results:
         """Adds the variables of the modules that the step was given, and of those that it returns."""
         both, arguments = (nodes, out), self._arguments
         self._definition, values = graphs.split(both)
-        plain, state = arguments.tree.children()
-        before, start = dict[Any, list[int | None]](), plain.num_leaves
-        for path, part in zip(arguments.paths, state.children(), strict=True):
-            before[path] = arguments.numbers[start : start + part.num_leaves]
-            start += part.num_leaves
-        for ((which, *keys), holder), value in zip(graphs.places(both), values, strict=True):
-            known = before.get(tuple(keys), []) if which == 0 else []
+        for ((which, *path), holder), value in zip(graphs.places(both), values, strict=True):
+            known = arguments.values.get(tuple(path), []) if which == 0 else []
             for i, (rest, x) in enumerate(jax.tree_util.tree_leaves_with_path(value)):
                 at = known[i] if i < len(known) else None
-                name = f"result{jax.tree_util.keystr((*graphs.keys(keys), *rest))}"
+                name = f"result{jax.tree_util.keystr((*graphs.keys(path), *rest))}"
                 name = name if at is None else arguments.leaves[at].name
                 self.each.append(Result(name, jnp.asarray(x), at, graphs.kind_of(holder)))
         self._state_tree = jax.tree.structure(values)
@@ -451,7 +446,7 @@ class Outside:
             if result.before is not None:
                 specs.append(self._leaves[result.before].spec)
             elif role is Role.ROWS:
-                specs.append(P(tuple(n for n in axes if n in self._over[i])))
+                specs.append(P(self._over[i]))
             else:
                 specs.append(P(axes) if role is Role.OWN else P())
         return specs
@@ -463,12 +458,9 @@ class Outside:
 
     def joined(self, results: list[Any], before: Sequence[Any]) -> list[Any]:
         """Results as they leave a worker; ``before``: what it was given, by place."""
-        axes, by = self._workers.axes, {role: list[int]() for role in Role}
-        for i, role in enumerate(self.roles):
-            by[role].append(i)
-        old: list[Any] = []
-        for result in self._results.each:
-            old.append(None if result.before is None else before[result.before])
+        axes, each = self._workers.axes, self._results.each
+        by = {role: [i for i, x in enumerate(self.roles) if x is role] for role in Role}
+        old: list[Any] = [None if x.before is None else before[x.before] for x in each]
         # A worker with values that are not finite keeps its own floats, and leaves the mean of statistics.
         own = [i for i in by[Role.OWN] if old[i] is not None and self._leaf(i).held.kept]
         own = [i for i in own if jnp.issubdtype(old[i].dtype, jnp.inexact)]
@@ -485,19 +477,18 @@ class Outside:
             if i in state:
                 mean = x / jnp.maximum(present, 1).astype(x.dtype)
                 results[i] = jnp.where(present > 0, mean.astype(old[i].dtype), old[i])
-            else:
-                is_whole = not jnp.issubdtype(results[i].dtype, jnp.inexact)
-                results[i] = (x / self._workers.num_gradients).astype(
-                    x.dtype if is_whole else results[i].dtype
-                )
+                continue
+            is_float = jnp.issubdtype(results[i].dtype, jnp.inexact)
+            mean = x / self._workers.num_gradients
+            results[i] = mean.astype(results[i].dtype if is_float else x.dtype)
         for i in by[Role.GAINED]:
             results[i] = old[i] + wires.sum_over_workers(results[i] - old[i], axes)
         for i in by[Role.SUM]:
-            over = tuple([n for n in axes if n in self._over[i]])
-            count = as_count(results[i])  # a constant is the same for all
-            results[i] = (
-                wires.sum_over_workers(count, over) if over else self._workers.num_gradients * count
-            )
+            count, over = as_count(results[i]), self._over[i]
+            if over:
+                results[i] = wires.sum_over_workers(count, over)
+            else:  # a constant is the same for all
+                results[i] = self._workers.num_gradients * count
         for i in by[Role.LARGEST]:
             results[i] = _picked(wires.max_over_workers, results[i], axes)
         for i in by[Role.SMALLEST]:
