@@ -248,8 +248,7 @@ class Workers:
 
     def stacks(self, spec: P) -> bool:
         """True for the spec of an array with a leading axis of workers."""
-        first = spec[0] if len(spec) else None
-        return not set(self.axes).isdisjoint(first if isinstance(first, tuple) else (first,))
+        return len(spec) > 0 and not set(self.axes).isdisjoint(axes_of(spec[0]))
 
 
 def check_workers(workers: object) -> None:
@@ -320,29 +319,16 @@ def device_ids(mesh: Mesh | AbstractMesh) -> list[int]:
     return [device.id for device in mesh.devices.flat]
 
 
-def check_devices(workers: Workers, **trees: Any) -> None:
-    """Raises ``ValueError`` for arrays of another mesh than the workers': of other devices, or axes."""
-    if not isinstance(workers.mesh, Mesh):  # of no devices
-        return
-    own, axes = device_ids(workers.mesh), workers.mesh.axis_names
-    for path, x in jax.tree_util.tree_leaves_with_path(trees):
-        name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
-        if isinstance(x, jax.core.Tracer):  # whose type tells no devices
-            mesh = jax.typeof(x).sharding.mesh
-            if mesh.explicit_axes and mesh.axis_names != axes:
-                raise ValueError(
-                    f"{name} is on a mesh with axes {mesh.axis_names}, and these workers are on one with "
-                    f"{axes}: give one lioncub_jax.Workers to the optimizer and to map_step"
-                )
-            continue
-        sharding = getattr(x, "sharding", None)
-        if not isinstance(sharding, NamedSharding) or sharding.mesh is workers.mesh:
-            continue
-        if device_ids(sharding.mesh) != own:
+def check_devices(tree: Any, workers: Workers, name: str) -> None:
+    """Raises ``ValueError`` for arrays on a mesh of other devices than the workers'."""
+    own = device_ids(workers.mesh)
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        mesh = getattr(getattr(x, "sharding", None), "mesh", None)
+        if isinstance(mesh, Mesh) and mesh is not workers.mesh and device_ids(mesh) != own:
             raise ValueError(
-                f"{name} is on a mesh of devices {device_ids(sharding.mesh)}, and the workers are on one "
-                f"of {own}: make one mesh, and give lioncub_jax.Workers of it to the optimizer, init_state "
-                "and make_train_step; what lies elsewhere moves by jax.device_put"
+                f"{name}{jax.tree_util.keystr(path)} is on a mesh of devices {device_ids(mesh)}, and the "
+                f"workers are on one of {own}: make one mesh, and give lioncub_jax.Workers of it to the "
+                "optimizer, init_state and make_train_step; what lies elsewhere moves by jax.device_put"
             )
 
 

@@ -115,15 +115,7 @@ def is_of_flax(x: object) -> bool:
 
 def has_flax(tree: Any) -> bool:
     """True for a tree with an object of flax in it."""
-    found = []
-
-    def is_leaf(x: object) -> bool:
-        if is_of_flax(x):
-            found.append(x)
-        return bool(found)
-
-    jax.tree.leaves(tree, is_leaf=is_leaf)
-    return bool(found)
+    return any(map(is_of_flax, jax.tree.leaves(tree, is_leaf=is_of_flax)))
 
 
 def declared(params: optax.Params) -> Specs | None:

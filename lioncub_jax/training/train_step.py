@@ -103,7 +103,7 @@ class TrainStep:
         structure = jax.tree.structure(state)
         if structure not in self._known:
             check_alive("state", state)
-            check_devices(self._workers, state=state)
+            check_devices(state, self._workers, "state")
             self._check_new(state)
             self._known.add(structure)
 
