@@ -1,9 +1,11 @@
 """What goes into a mapped step: rows, what is each worker's own, and what is the same for all."""
 
+import contextlib
 import enum
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -141,18 +143,31 @@ class Leaf(NamedTuple):
 class Call:
     """The arguments of a call, flat. What is made of them does not depend on their values."""
 
-    def __init__(self, step: Callable[..., Any], args: Any, kwargs: Any):
-        self.values = [*args, *kwargs.values()]
-        self.keywords, self._step, self._num_args = tuple(kwargs), step, len(args)
-        self.graph = tuple([i for i, x in enumerate(self.values) if graphs.is_graph(x)])
-        self.nodes = [self.values[i] for i in self.graph]
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        values: list[Any],
+        keywords: tuple[str, ...],
+        graph: list[int],
+    ):
+        self.keywords, self._step, self._num_args = keywords, step, len(values) - len(keywords)
+        self.graph, self.nodes = graph, [values[i] for i in graph]
         self.graphdef, state = graphs.split(self.nodes)
-        plain = [None if i in self.graph else x for i, x in enumerate(self.values)]
+        plain = [None if i in graph else x for i, x in enumerate(values)]
         self.flat, self.tree = jax.tree.flatten((plain, state))
         array = array_class()
         self.traced = any(
             type(x) is not array and isinstance(x, jax.core.Tracer) for x in self.flat
         )
+
+    @classmethod
+    @contextlib.contextmanager
+    def of(cls, step: Callable[..., Any], args: Any, kwargs: Any) -> "Iterator[Call]":
+        """A call of a step; within, nnx knows its objects again in what the step returns."""
+        values = [*args, *kwargs.values()]
+        graph = [i for i, x in enumerate(values) if graphs.is_graph(x)]
+        with graphs.updating(graph):
+            yield cls(step, values, tuple(kwargs), graph)
 
     def key(self) -> Any:
         """What a program depends on."""
@@ -358,7 +373,7 @@ class Arguments:
         here = list(arrays)
         for i, leaf in enumerate(self.leaves):
             if leaf.role is Role.OWN:
-                here[i] = xla.by_words(lambda x: x[0], here[i])
+                here[i] = xla.by_words(operator.itemgetter(0), here[i])
         return here
 
     def local_rows(self, call: Call) -> dict[str, float]:

@@ -46,9 +46,9 @@ def _has_graph(tree: Any) -> bool:
     return any(isinstance(x, kinds[:2]) for x in jax.tree.leaves(tree, is_leaf=is_leaf))
 
 
-def updating(values: Any) -> contextlib.AbstractContextManager[Any]:
-    """The context of a call, in which nnx knows the objects of the arguments again in what is returned."""
-    if not any(map(is_graph, values)):
+def updating(nodes: Any) -> contextlib.AbstractContextManager[Any]:
+    """The context of a call, in which nnx knows objects of the arguments again in what is returned."""
+    if not nodes:
         return contextlib.nullcontext()
     from flax import nnx
 

@@ -26,7 +26,7 @@ from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import FREE, Workers, check_alive, check_real
 from lioncub_jax.mesh.specs import axes_in, axes_of, spec_of
 from lioncub_jax.programs import scopes
-from lioncub_jax.training import differ, graphs
+from lioncub_jax.training import differ
 from lioncub_jax.training.arguments import (
     Arguments,
     Call,
@@ -158,8 +158,7 @@ class MappedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the step returns, of all workers; modules of nnx are changed in place."""
-        with graphs.updating([*args, *kwargs.values()]):
-            call = Call(self.step, args, kwargs)
+        with Call.of(self.step, args, kwargs) as call:
             if call.traced:
                 program = Program(self, call, self._arguments(call))
                 return program.results.rebuilt(program.on_mesh(program.arguments.arrays(call)))
@@ -241,16 +240,15 @@ class MappedStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step as ``jax.jit(...).lower``, to read its program. Shapes will do."""
-        with graphs.updating([*args, *kwargs.values()]):
-            call = Call(self.step, args, kwargs)
+        with Call.of(self.step, args, kwargs) as call:
             program, moves = self._program(call)
             arrays = moved(program.arguments.arrays(call), moves)
             return program.jitted.lower(*arrays)
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
         """What each array of such arguments is to the workers, and what becomes of each result."""
-        with graphs.updating([*args, *kwargs.values()]):
-            program, _ = self._program(Call(self.step, args, kwargs))
+        with Call.of(self.step, args, kwargs) as call:
+            program, _ = self._program(call)
             given = [f"{x.name}: {x.role.value}" for x in program.arguments.leaves]
             return "\n".join(["given", *given, "returned", *program.outside.lines()])
 

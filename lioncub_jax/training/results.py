@@ -1,5 +1,6 @@
 """What comes out of a mapped step: what is the same stays; what differs is joined, or is an error."""
 
+import operator
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -494,7 +495,7 @@ class Outside:
         for i in by[Role.SMALLEST]:
             results[i] = _picked(wires.min_over_workers, results[i], axes)
         for i in by[Role.OWN]:
-            results[i] = xla.by_words(lambda x: x[None], results[i])
+            results[i] = xla.by_words(operator.itemgetter(None), results[i])
         return results
 
 
