@@ -67,12 +67,13 @@ class Walk:
         """The values of the results, from those of the arguments."""
         known: dict[Any, Any] = dict(zip(jaxpr.invars, given, strict=True))
 
-        def read(x: Any) -> Any:
-            return self.constant if isinstance(x, Literal) else known.get(x, self.constant)
+        def read(arrays: Sequence[Any]) -> list[Any]:
+            constant = self.constant
+            return [constant if isinstance(x, Literal) else known.get(x, constant) for x in arrays]
 
         for eqn in jaxpr.eqns:
-            known |= zip(eqn.outvars, self._of(eqn, [read(x) for x in eqn.invars]), strict=True)
-        return [read(x) for x in jaxpr.outvars]
+            known |= zip(eqn.outvars, self._of(eqn, read(eqn.invars)), strict=True)
+        return read(jaxpr.outvars)
 
     def _of(self, eqn: JaxprEqn, given: list[Any]) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params
