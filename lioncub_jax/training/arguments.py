@@ -244,12 +244,12 @@ class Arguments:
         self.workers, self.names = workers, call.names()
         self.graph, self._graphdef = call.graph, call.graphdef
         self.tree: Any = call.tree
-        self._keywords, self._which = call.keywords, rows.which
+        self._keywords, self._rows = call.keywords, rows
         whole = jax.tree.unflatten(call.tree, call.flat)
         self.inside: Any = jax.tree.structure(opened(whole))
         self._statics, self.leaves = dict[int, Any](), list[Leaf]()
         self.numbers = list[int | None]()
-        dims, places = arguments_of(rows.which, self.names), graphs.places(call.nodes)
+        self._dims, places = arguments_of(rows.which, self.names), graphs.places(call.nodes)
         self.values = {path: list[int | None]() for path, _ in places}
         held = _holders((whole[0], [x for _, x in places]), workers)
         specs = [spec_of(x) for x in call.flat]
@@ -267,21 +267,25 @@ class Arguments:
                 self._statics[place] = x
                 continue
             name = f"{self.names[at]}{jax.tree_util.keystr(inside)}"
-            lies = rows.spec if rows.spec is not None and at in dims else specs[place]
-            role, spec, dim = _role(name, x, lies, holder.own, dims.get(at), workers)
-            over = () if role is Role.SAME else axes_of(spec[dim])
-            kind = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
-            sizes = list(jnp.shape(x))
-            if role is Role.ROWS:
-                sizes[dim] = _rows_of_all(name, x, dim, over, workers, rows)
-            shape = jax.ShapeDtypeStruct(tuple(sizes), kind.dtype, weak_type=kind.weak_type)
-            self.leaves.append(Leaf(name, at, role, spec, shape, dim, over, holder))
+            self.leaves.append(self._leaf(name, at, x, specs[place], holder))
         # XLA replicates what is empty.
         lie = [leaf.spec if leaf.shape.size else P() for leaf in self.leaves]
         self.shardings = [NamedSharding(workers.mesh, spec) for spec in lie]
         self.is_key = [is_key(leaf.shape) for leaf in self.leaves]
         self._find_keys()
         self._check_rows()
+
+    def _leaf(self, name: str, at: int, x: Any, spec: P, held: Held) -> Leaf:
+        workers, rows, dim = self.workers, self._rows, self._dims.get(at)
+        spec = spec if dim is None or rows.spec is None else rows.spec
+        role, spec, dim = _role(name, x, spec, held.own, dim, workers)
+        over = () if role is Role.SAME else axes_of(spec[dim])
+        kind = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
+        sizes = list(jnp.shape(x))
+        if role is Role.ROWS:
+            sizes[dim] = _rows_of_all(name, x, dim, over, workers, rows)
+        shape = jax.ShapeDtypeStruct(tuple(sizes), kind.dtype, weak_type=kind.weak_type)
+        return Leaf(name, at, role, spec, shape, dim, over, held)
 
     def _find_keys(self) -> None:
         self.keys, self.raw_keys = set[int](), set[int]()
@@ -326,7 +330,7 @@ class Arguments:
             more is a module of nnx, which is changed in place.
           keys: places of random keys.
         """
-        if self._which is not None:
+        if self._rows.which is not None:
             return
         known = {self.leaves[i].argument for i in returned} | {*self.graph}
         for i, x in enumerate(self.leaves):
