@@ -780,14 +780,6 @@ def test_a_loss_over_the_tokens_of_all_is_that_of_one_device():
     assert abs(found["own"] - value) > 1e-4  # divided by each worker's own count
 
 
-def test_local_steps_are_those_of_make_train_step():
-    with pytest.raises(
-        ValueError,
-        match=in_order("local_steps=4 ... make_train_step(loss, tx, workers, local_steps"),
-    ):
-        mapped(lambda x: x, local_steps=4)
-
-
 def test_what_goes_in_and_out_is_told():
     tx = owner(WORKERS())
     told = mapped(step_of(tx)).explain((fresh(), tx.init(fresh())), BATCH)

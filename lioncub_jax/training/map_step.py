@@ -50,7 +50,6 @@ def map_step(
     averaged: Sequence[str] = ("batch_stats",),
     out: Mapping[str, str] | None = None,
     donate: Which = (),
-    local_steps: int = 1,
 ) -> "MappedStep":
     """Maps a whole train step over the workers.
 
@@ -72,7 +71,6 @@ def map_step(
       out: other results by a name in their path: ``"rows"``, ``"mean"``, ``"sum"``, ``"max"``, ``"min"``,
         or ``"each"``.
       donate: arguments whose memory the step takes over.
-      local_steps: 1; see `make_train_step`.
 
     Returns:
       The step on global arrays, a `MappedStep`. Random keys among the arguments are
@@ -102,12 +100,6 @@ def map_step(
     Source: this library.
     """
     check_real(workers)
-    if local_steps != 1:
-        raise ValueError(
-            f"local_steps={local_steps!r}: the optimizer of a step of yours talks in each of them. Steps "
-            "that each worker takes alone are make_train_step(loss, tx, workers, local_steps=..., "
-            "local=...)"
-        )
     out = dict(out or {})
     if unknown := [x for x in out.values() if x not in SAID]:
         raise ValueError(
