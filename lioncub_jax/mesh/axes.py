@@ -159,15 +159,10 @@ def total_over_shards(
     return sum_over_shards(jnp.stack([*total, *[once(x, over) for x in copies]]), axis)
 
 
-def max_over_shards(x: jax.Array, axis: Axes) -> jax.Array:
-    """The largest of a number over the devices that share one worker."""
-    others = _others(x, axis)
-    return lax.pmax(x, others) if others else x
-
-
 def any_over_shards(flag: jax.Array, axis: Axes) -> jax.Array:
     """True where a flag is set on any of the devices that share one worker."""
-    return max_over_shards(flag.astype(jnp.uint32), axis) > 0 if _others(flag, axis) else flag
+    others = _others(flag, axis)
+    return lax.pmax(flag.astype(jnp.uint32), others) > 0 if others else flag
 
 
 def all_finite(tree: Any) -> jax.Array:
