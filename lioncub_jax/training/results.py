@@ -237,21 +237,20 @@ class Outside:
         self._over = [differences.axes_of(classes) for classes in differ]
         self._results, self._workers = program.results, program.workers
         self._leaves = program.arguments.leaves
+        # The arguments that they go on from.
+        places = [x.before for x in self._results.each]
+        self._before = [None if i is None else self._leaves[i] for i in places]
         self._averaged = program.mapped.averaged
         self.roles = [self._role(i, x) for i, x in enumerate(self._results.each)]
         self._check_ratios()
         self._check_counts()
         self.specs = self._specs()
 
-    def _leaf(self, i: int) -> Any:
-        before = self._results.each[i].before
-        return None if before is None else self._leaves[before]
-
     def _is_averaged(self, result: Result) -> bool:
         return not {*self._averaged}.isdisjoint(_words(result.name))
 
     def _role(self, i: int, result: Result) -> Role:
-        x, leaf, over = result.array, self._leaf(i), self._over[i]
+        x, leaf, over = result.array, self._before[i], self._over[i]
         if result.kind == "own":
             return Role.OWN
         if leaf is not None and leaf.role in (Role.OWN, Role.ROWS):
@@ -315,7 +314,7 @@ class Outside:
         numbers = differ.added(program.closed.jaxpr)
         for i, (result, number) in enumerate(zip(self._results.each, numbers, strict=True)):
             # Beside totals that are averaged, as those of Keras, a count is one worker's.
-            if self.roles[i] is not Role.SAME or self._is_averaged(result) or number is None:
+            if number is None or self.roles[i] is not Role.SAME or self._is_averaged(result):
                 continue
             if number in rows and differ.added(program.doubled[0].jaxpr)[i] == 2 * number:
                 raise ValueError(
@@ -372,7 +371,7 @@ class Outside:
 
     def _drift(self, i: int, result: Result, x: Any) -> str:
         """An error's text for state that all workers hold, and that differs after the step."""
-        leaf, over = self._leaf(i), self._over[i]
+        leaf, over = self._before[i], self._over[i]
         axes = f" over {', '.join(over)}" if len(self._workers.axes) > 1 else ""
         of = (
             f"{result.name}, {x.dtype}{list(x.shape)}, differs between workers{axes} after the step"
@@ -443,11 +442,11 @@ class Outside:
     def _specs(self) -> list[P]:
         """How each result lies on the mesh."""
         specs, axes = [], self._workers.axes
-        for i, (result, role) in enumerate(zip(self._results.each, self.roles, strict=True)):
-            if result.before is not None:
-                specs.append(self._leaves[result.before].spec)
+        for leaf, role, over in zip(self._before, self.roles, self._over, strict=True):
+            if leaf is not None:
+                specs.append(leaf.spec)
             elif role is Role.ROWS:
-                specs.append(P(self._over[i]))
+                specs.append(P(over))
             else:
                 specs.append(P(axes) if role is Role.OWN else P())
         return specs
@@ -463,8 +462,8 @@ class Outside:
         by = {role: [i for i, x in enumerate(self.roles) if x is role] for role in Role}
         old: list[Any] = [None if x.before is None else before[x.before] for x in each]
         # A worker with values that are not finite keeps its own floats, and leaves the mean of statistics.
-        own = [i for i in by[Role.OWN] if old[i] is not None and self._leaf(i).held.kept]
-        own = [i for i in own if jnp.issubdtype(old[i].dtype, jnp.inexact)]
+        kept = [leaf is not None and leaf.held.kept for leaf in self._before]
+        own = [i for i in by[Role.OWN] if kept[i] and jnp.issubdtype(old[i].dtype, jnp.inexact)]
         finite = all_finite([results[i] for i in own])
         for i in own:
             results[i] = jnp.where(finite, results[i], old[i])
