@@ -152,11 +152,14 @@ class MappedStep:
         """What the step returns, of all workers; modules of nnx are changed in place."""
         with Call.of(self.step, args, kwargs) as call:
             if call.traced:
-                program = Program(self, call, self._arguments(call))
+                program = Program(self, self._arguments(call))
                 return program.results.rebuilt(program.on_mesh(program.arguments.arrays(call)))
             key = call.key()
             found = self._calls.get(key)  # once: a module's key has the metadata of each variable
-            program, moves = found or self._calls.setdefault(key, self._prepared(call))
+            if found is None:
+                program = self._prepared(call)
+                found = self._calls[key] = program, program.arguments.moves(call)
+            program, moves = found
             arrays = program.arguments.arrays(call)
             for x, leaf in zip(arrays, program.arguments.leaves, strict=True):
                 if type(x) is array_class() and x.is_deleted():  # type: ignore[attr-defined]
@@ -178,8 +181,8 @@ class MappedStep:
         if self._is_bounded and is_full and not self._in_flight[0].is_deleted():
             self._in_flight[0].block_until_ready()
 
-    def _prepared(self, call: Call) -> "tuple[Program, Moves]":
-        """The program for a call, and which of its arrays lie elsewhere than it wants them."""
+    def _prepared(self, call: Call) -> "Program":
+        """The program for a call, which all processes have."""
         if not self._shared:
             return self._program(call)
         arguments = None
@@ -190,12 +193,11 @@ class MappedStep:
             self._check_rows(arguments.local_rows(call))
             known = self._programs.get(arguments.key(call))
             if known is not None and known.is_compared:
-                return known, arguments.moves(call)
-        program, moves = hosts.together(
-            "the step was not traced", partial(self._program, call, arguments)
-        )
-        self._compare(program, call, moves)
-        return program, moves
+                return known
+        build = partial(self._program, call, arguments)
+        program = hosts.together("the step was not traced", build)
+        self._compare(program, call)
+        return program
 
     def _check_rows(self, rows: dict[str, float]) -> None:
         before = self._rows or {}
@@ -206,7 +208,7 @@ class MappedStep:
                 "step for others"
             )
 
-    def _compare(self, program: "Program", call: Call, moves: Moves) -> None:
+    def _compare(self, program: "Program", call: Call) -> None:
         """Compares between processes what they give, and the program: all raise, or none."""
         arguments, mesh = program.arguments, self.workers.mesh
         arrays, rows = arguments.arrays(call), arguments.local_rows(call)
@@ -216,31 +218,32 @@ class MappedStep:
         hosts.check_rows(rows, {name: named[name] for name in rows}, mesh, over)
         whole = {name: x for name, x in named.items() if name not in rows}
         hosts.check_same("map_step", whole, mesh)
-        arrays = moved(arrays, moves)
+        arrays = moved(arrays, arguments.moves(call))
         hosts.check_same_program(program.jitted.lower(*arrays), program.named(arrays))
         program.is_compared, self._rows = True, self._rows or rows
 
     def _arguments(self, call: Call) -> Arguments:
         return Arguments(call, self.workers, self.rows)
 
-    def _program(self, call: Call, arguments: Arguments | None = None) -> "tuple[Program, Moves]":
+    def _program(self, call: Call, arguments: Arguments | None = None) -> "Program":
         arguments = arguments or self._arguments(call)
         key = arguments.key(call)
         if key not in self._programs:
-            self._programs[key] = Program(self, call, arguments)
-        return self._programs[key], arguments.moves(call)
+            self._programs[key] = Program(self, arguments)
+        return self._programs[key]
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step as ``jax.jit(...).lower``, to read its program. Shapes will do."""
         with Call.of(self.step, args, kwargs) as call:
-            program, moves = self._program(call)
-            arrays = moved(program.arguments.arrays(call), moves)
+            program = self._program(call)
+            arguments = program.arguments
+            arrays = moved(arguments.arrays(call), arguments.moves(call))
             return program.jitted.lower(*arrays)
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
         """What each array of such arguments is to the workers, and what becomes of each result."""
         with Call.of(self.step, args, kwargs) as call:
-            program, _ = self._program(call)
+            program = self._program(call)
             given = [f"{x.name}: {x.role.value}" for x in program.arguments.leaves]
             return "\n".join(["given", *given, "returned", *program.outside.lines()])
 
@@ -271,7 +274,7 @@ class Program:
 
     is_compared = False
 
-    def __init__(self, mapped: MappedStep, call: Call, arguments: Arguments):
+    def __init__(self, mapped: MappedStep, arguments: Arguments):
         self.mapped, self.workers, self.arguments = mapped, mapped.workers, arguments
         # Types are needed inside of a group only, whose devices share what they send.
         self.mapper = with_free_axis(self.workers) if self.workers.group else self.workers
