@@ -354,7 +354,7 @@ def constant(closed: ClosedJaxpr, i: int) -> Any:
 
 
 class Origins(Walk):
-    """The argument that an array comes from, by its place; None of most.
+    """The argument that an array comes from, by its place, of those that are looked for; or None.
 
     Attributes:
       keys: arguments that are raw keys: JAX's random functions take them, also by way of other
@@ -367,20 +367,24 @@ class Origins(Walk):
     def __init__(self) -> None:
         self.keys, self.scanned = set[int](), set[int]()
 
+    def _of(self, eqn: JaxprEqn, given: list[int | None]) -> list[int | None]:
+        came = self.join(*given)
+        if came is None:
+            return [None] * len(eqn.outvars)
+        kinds: list[Any] = [x.aval for x in eqn.outvars]
+        may_be_key = [x.shape == (2,) and x.dtype == "uint32" for x in kinds]
+        pairs = zip(super()._of(eqn, given), may_be_key, strict=True)
+        return [came if is_so else x for x, is_so in pairs]
+
     def join(self, *values: int | None) -> int | None:
         """The first that is known."""
         return next((x for x in values if x is not None), None)
 
     def plain(self, eqn: JaxprEqn, given: list[int | None]) -> int | None:
-        """An array of another dtype comes from the same argument, and so do the words of a key."""
-        came = {x for x in given if x is not None}
-        if not came:
-            return None
+        """An array of another dtype comes from the same argument."""
         if eqn.primitive.name in ("random_wrap", "threefry2x32"):
-            self.keys |= came
-        kinds: list[Any] = [x.aval for x in eqn.outvars]
-        is_key = any(x.shape == (2,) and x.dtype == "uint32" for x in kinds)
-        return self.join(*given) if is_key or eqn.primitive.name in _SHAPE_STAYS else None
+            self.keys |= {x for x in given if x is not None}
+        return self.join(*given) if eqn.primitive.name in _SHAPE_STAYS else None
 
     def scans(self, eqn: JaxprEqn, over: list[int | None]) -> None:
         """Keeps what a scan with an exchange runs over."""
