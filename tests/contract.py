@@ -40,9 +40,7 @@ LION, SGD = optax.lion(RATE, weight_decay=0.0), optax.sgd(RATE)
 OUTER = optax.sgd(0.7, 0.9, nesterov=True)
 TRANSFORMS = {
     "vote": rated(LION, lc.lion_cub),
-    "vote, 3 bits, random": rated(
-        LION, lc.lion_cub, quantizer=Q.midrise(3, rounding=Q.stochastic())
-    ),
+    "vote, 3 bits": rated(LION, lc.lion_cub, quantizer=Q.midrise(3)),
     "vote, int8": rated(LION, lc.lion_cub, quantizer=Q.integer(8), wire=WIRES.counts()),
     "vote, buckets": rated(LION, lc.lion_cub, bucket_size=3000),
     "vote, synced": rated(LION, lc.lion_cub, sync=lc.sync.every(2)),
@@ -360,7 +358,7 @@ def test_one_who_goes_on_alone_pays_what_several_workers_still_owe(tmp_path):
 
 # --- Types
 
-WIDE = ["vote, 3 bits, random", "vote, synced", "owner, adamw", "powersgd"]
+WIDE = ["vote, 3 bits", "vote, synced", "owner, adamw", "powersgd"]
 
 
 SHORT, LONG = (jnp.bfloat16, jnp.float32, jnp.float16), (jnp.float64,) * 3

@@ -250,10 +250,6 @@ MUTANTS = r"""
 - jnp.where(jnp.isfinite(total), total / size, maximum)
 + total / size
 
-= _up_to_bfloat16: the norm of a row is rounded to the nearest, and the largest value clipped
-- + 0xFFFF)
-+ + 0x8000)
-
 # exchange/bits.py: quantize reference
 = saturated: a number that a dtype cannot hold becomes infinite
 - x = jnp.clip(x, -largest, largest)

@@ -165,10 +165,9 @@ VOTES = [
     Method("midrise(3)", "average", {3: TWO_PHASE, 8: GATHERED}),
     Method("midrise(4)", "ternary"),
     Method("midrise(8)", "majority", {3: TWO_PHASE, 8: WIRES.counts("int16")}),
-    Method("midrise(2, rounding=stochastic(3))", "majority"),
     Method("integer(8)", "ternary", {3: COUNTS, 8: COUNTS}),
     Method("integer(5)", "average", {3: GATHERED}),
-    Method("integer(8, rounding=stochastic(3))", "ternary", {3: TWO_PHASE, 8: TWO_PHASE}),
+    Method("integer(8)", "ternary", {3: TWO_PHASE, 8: TWO_PHASE}),
     Method("ternary()", "ternary", {3: GATHERED, 8: TWO_PHASE}),
     Method("ternary()", "average", {8: WIRES.counts("int16")}),
 ]
@@ -178,7 +177,7 @@ OWNED = [
     Method("error_feedback(midrise(2), float16)", "sign", {3: TWO_PHASE, 8: TWO_PHASE}),
     Method("midrise(2)", "values"),
     Method("midrise(8)", "values", {8: TWO_PHASE}),
-    Method("midrise(4, rounding=stochastic(5))", "sign"),
+    Method("midrise(4)", "sign"),
     Method("error_feedback(midrise(1), float32)", "sign", {3: TWO_PHASE, 8: GATHERED}),
     Method("dense()", "sign", {1: TWO_PHASE, 3: REDUCED}),
     Method("dense(bfloat16)", "sign", {3: GATHERED, 8: REDUCED}),
@@ -282,7 +281,7 @@ def test_large_leaves_take_whole_blocks_before_all_others():
     ]
     check(votes, Method.of_workers, params, story)
     owned = [
-        Method("midrise(4, rounding=stochastic(3))", "sign"),
+        Method("midrise(4)", "sign"),
         Method("dense()", "values"),
         Method(FED_BACK, "codes(3)", tx="identity()"),
     ]

@@ -65,7 +65,6 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
         for make in (lc.momentum.blend, owner)
     ),
     (lambda eps: adamw(eps=eps), [0, 1e-46, None], ValueError, "eps={!r} ... above 0 in float32"),
-    (Q.stochastic, ["1", 0.5, None, True], ValueError, "seed={!r} ... a whole number"),
     (
         lambda n: communicate(bucket_size=n), NO_COUNT[:-1], ValueError,
         "bucket_size={!r} ... a number of elements, or None",

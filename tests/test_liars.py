@@ -129,8 +129,8 @@ DENSE = {"zero": [says(lambda form: 0), says(lambda form: 1)]}  # of a plane of 
 @pytest.mark.parametrize(
     ("codes", "decision", "wire", "lies"),
     [
-        (Q.levels(3), D.at_owner(LION, D.sign()), W.two_phase(), VALUES),
-        (Q.levels(3), D.at_owner(LION, D.sign()), W.gathered(), VALUES),
+        (Q.midrise(3), D.at_owner(LION, D.sign()), W.two_phase(), VALUES),
+        (Q.midrise(3), D.at_owner(LION, D.sign()), W.gathered(), VALUES),
         (Q.dense(), D.at_owner(MEAN, D.values()), W.two_phase(), DENSE),
     ],
 )

@@ -49,7 +49,6 @@ def at_owner(codes, **how):
 RULES = {
     "sign": Rule(VOTE),
     "2 bits": Rule(lion.local_momentum(codes=coding.midrise(2))),
-    "at random": Rule(lion.local_momentum(codes=coding.midrise(3, rounding=1)), exact=None),
     "integers": Rule(lion.local_momentum(codes=coding.integer(8))),
     "ternary": Rule(lion.local_momentum(codes=coding.ternary())),
     "average": Rule(lion.local_momentum(decide=lion.average)),

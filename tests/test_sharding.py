@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import in_order, mesh_on, normal, run_on_mesh, scanned
+from conftest import in_order, mesh_on, run_on_mesh, scanned
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -292,17 +292,6 @@ def test_a_scale_for_a_whole_leaf_is_that_of_all_its_shards():
     found, _ = updated(vote, workers, grads, {"w": P(None, "tp")})
     want, _ = oracle.update(grads, oracle.init({"w": jnp.zeros((6, 40))}, 4))
     np.testing.assert_array_equal(found["w"], want["w"])
-
-
-def test_random_rounding_differs_between_shards():
-    """Shards with the same gradient draw different numbers."""
-    workers = on("data=2 tp=4")
-    codes = "midrise(2, rounding=stochastic(0))"
-    row = normal(640)
-    grads = {"w": np.broadcast_to(row, (2, 4, 640))}
-    tx, _ = Method(codes, "sign").of_owners(None, workers)
-    found, _ = updated(tx, workers, grads, {"w": P("tp")})
-    assert len({row.tobytes() for row in np.asarray(found["w"])}) == 4
 
 
 def test_arrays_and_boxes_say_how_parameters_are_cut():

@@ -37,10 +37,8 @@ __all__ = [
     "dense",
     "error_feedback",
     "integer",
-    "levels",
     "midrise",
     "sign",
-    "stochastic",
     "ternary",
 ]
 
@@ -57,8 +55,6 @@ GAUSSIAN_STEP = {
     7: 0.0713,
     8: 0.0386,
 }
-
-LEAST = 2.0**-126  # CPUs take smaller numbers for 0
 
 
 class Codec(NamedTuple):
@@ -79,7 +75,6 @@ class Codec(NamedTuple):
         scales ``[..., rows]``. None for votes.
       midtread: the middle code is zero.
       dense: dtype of values that travel as they are, without codes; else None.
-      rounding: the seed of stochastic rounding, or None for the nearest code.
       uses_leaf_mean: ``rows`` needs the mean magnitude of whole leaves.
       error_dtype: dtype of the error that a worker keeps (error feedback), or None.
     """
@@ -92,7 +87,6 @@ class Codec(NamedTuple):
     decode: Callable[..., jax.Array] | None = None
     midtread: bool = False
     dense: np.dtype | None = None
-    rounding: int | None = None
     uses_leaf_mean: bool = False
     error_dtype: np.dtype | None = None
 
@@ -155,7 +149,6 @@ class Context(NamedTuple):
       worker: ``int32[]``, index of the worker.
       deal: of the leaves, if whole matrices were dealt; else None.
       zero_signs: ``uint32[words]``, a random sign of each element of the bucket, for those that are 0.
-      noise: ``float32[rows, 128]`` in [0, 1) for stochastic rounding of a piece, or None.
       leaf_mean: ``float32[rows]``, mean magnitude of the leaf of each row, or None.
     """
 
@@ -168,7 +161,6 @@ class Context(NamedTuple):
     worker: jax.Array
     deal: Deal | None = None
     zero_signs: jax.Array | None = None
-    noise: jax.Array | None = None
     leaf_mean: jax.Array | None = None
 
     def in_chunks(self, x: Any) -> jax.Array:
@@ -203,24 +195,6 @@ class Quantizer(NamedTuple):
         return f"<{type(self).__name__} {self.name}>"
 
 
-def stochastic(seed: int = 0) -> int:
-    """Rounds up or down at random, right on average where nothing is clipped.
-
-    The random key is derived from the seed, the step, the worker and the leaf, so workers err
-    independently of each other and a run repeats exactly.
-
-    Args:
-      seed: of the key, an int.
-
-    Example:
-      >>> import lioncub_jax as lc
-      >>> lc.quantize.midrise(4, rounding=lc.quantize.stochastic(7)).name
-      'midrise(4, stochastic)'
-    """
-    check_number(f"seed={seed!r}", seed, lambda seed: True, "give a whole number", int)
-    return seed
-
-
 def sign() -> Quantizer:
     """One bit: the sign. Distributed Lion (arXiv 2404.00438) and 1-bit Lion Cub (2411.16462).
 
@@ -237,7 +211,7 @@ def sign() -> Quantizer:
     return midrise(1)._replace(name="sign")
 
 
-def midrise(p: int, *, rounding: int | None = None) -> Quantizer:
+def midrise(p: int) -> Quantizer:
     """``p`` bits: ``2**p`` evenly spaced levels, none of them zero.
 
     ``q = 2**(p-1) + floor(x / scale)`` of a positive x, at most ``2**p - 1``; -x has the mirrored code,
@@ -246,7 +220,6 @@ def midrise(p: int, *, rounding: int | None = None) -> Quantizer:
 
     Args:
       p: bits per element, 1 to 8.
-      rounding: None for the nearest level, or ``stochastic(seed)``.
 
     Returns:
       A ``Quantizer``, for votes (the scale stays at the worker) and for momentum at the owner (it travels:
@@ -261,19 +234,14 @@ def midrise(p: int, *, rounding: int | None = None) -> Quantizer:
       7
     """
     check_bits("midrise", p, 1)
-    max_code, middle = 2**p - 1, 2 ** (p - 1)
+    max_code = 2**p - 1
 
     def rows(measured: Sequence[jax.Array], context: Context) -> Rows:
         mean, finite = mean_of_sums(measured, context.row_sizes)
         return _rows_of(to_bfloat16(GAUSSIAN_STEP[p] * mean), mean > 0, finite)
 
     def encode(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
-        if context.noise is None:
-            q = midrise_codes(x, x > 0, rows.inverse, p)
-        else:
-            level = jnp.floor(_scaled(x, rows) + (middle - 0.5) + context.noise)
-            level = jnp.clip(level, 0, max_code).astype(jnp.uint32)
-            q = jnp.where(x == 0, middle - 1, level)
+        q = midrise_codes(x, x > 0, rows.inverse, p)
         return q | ((x != 0).astype(jnp.uint32) << p)
 
     def finish(halves: Halves, rows: Rows, context: Context) -> Coded:
@@ -285,15 +253,18 @@ def midrise(p: int, *, rounding: int | None = None) -> Quantizer:
     def num_codes(num_workers: int) -> int:
         return max_code
 
-    decode = _decoder(max_code)
-    values = Codec(num_codes, encode, finish, sums_of_rows, rows, decode, rounding=rounding)
+    def decode(codes: jax.Array, scales: jax.Array | None) -> jax.Array:
+        assert scales is not None
+        return dequantized(codes, max_code, scales.astype(jnp.float32) / 2)
+
+    values = Codec(num_codes, encode, finish, sums_of_rows, rows, decode)
     votes = values._replace(decode=None)
-    if p == 1 and rounding is None:  # needs no scale
+    if p == 1:  # needs no scale
         votes = Codec(num_codes, _signs, _voted_signs)
-    return Quantizer(_name("midrise", p, rounding), votes, values)
+    return Quantizer(f"midrise({p})", votes, values)
 
 
-def integer(p: int = 8, *, rounding: int | None = None) -> Quantizer:
+def integer(p: int = 8) -> Quantizer:
     """Lion Cub's ``p``-bit codes, scaled so that their sum over the workers fits in ``p`` bits.
 
     Signed codes ``q - s = clip(round(x / mean|x| * s / 2), -s, s)`` with ``s = floor((2**(p-1) -
@@ -302,7 +273,6 @@ def integer(p: int = 8, *, rounding: int | None = None) -> Quantizer:
 
     Args:
       p: bits of the sum, 2 to 8.
-      rounding: None for the nearest level (the paper's), or ``stochastic(seed)``.
 
     Returns:
       A mid-tread ``Quantizer``, for wires that sum too; ties and zeros stay zero.
@@ -334,25 +304,18 @@ def integer(p: int = 8, *, rounding: int | None = None) -> Quantizer:
         return _rows_of(context.leaf_mean)
 
     def encode(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
+        assert rows.inverse is not None
         s = max_code(context.format.num_workers) // 2
-        t = _scaled(x, rows) * (s / 2)
-        if context.noise is not None:
-            t = jnp.floor(t + context.noise)
-        q = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
+        level = jnp.round(x * rows.inverse[:, None] * (s / 2))
+        q = (jnp.clip(level, -s, s) + s).astype(jnp.uint32)
         return _with_flaws(q, x, (2 * s).bit_length())
 
-    codec = Codec(
-        max_code, encode, _finite, rows=rows, midtread=True, rounding=rounding, uses_leaf_mean=True
-    )
-    return Quantizer(_name("integer", p, rounding), codec)
+    codec = Codec(max_code, encode, _finite, rows=rows, midtread=True, uses_leaf_mean=True)
+    return Quantizer(f"integer({p})", codec)
 
 
-def ternary(*, rounding: int | None = None) -> Quantizer:
+def ternary() -> Quantizer:
     """The exact sign: -1, 0 or +1 in two bits, so that a zero is a zero vote and a tie stays a tie.
-
-    Args:
-      rounding: None for the sign. ``stochastic(seed)``: the sign with probability
-        ``|x|``, else 0, so that values in [-1, 1] are right on average; others are clipped.
 
     Returns:
       A mid-tread ``Quantizer``.
@@ -364,71 +327,13 @@ def ternary(*, rounding: int | None = None) -> Quantizer:
     """
 
     def encode(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
-        if context.noise is None:
-            q = jnp.where(x > 0, 2, jnp.where(x < 0, 0, 1)).astype(jnp.uint32)
-        else:
-            level = jnp.clip(jnp.floor(x + context.noise), -1, 1)
-            q = (level + 1).astype(jnp.uint32)
+        q = jnp.where(x > 0, 2, jnp.where(x < 0, 0, 1)).astype(jnp.uint32)
         return _with_flaws(q, x, 2)
 
     def max_code(num_workers: int) -> int:
         return 2
 
-    name = "ternary" if rounding is None else "ternary(stochastic)"
-    return Quantizer(name, Codec(max_code, encode, _finite, midtread=True, rounding=rounding))
-
-
-def levels(p: int, *, rounding: int | None = None) -> Quantizer:
-    """QSGD's ``p``-bit codes: a sign and ``s = 2**(p-1) - 1`` levels of the largest of each row.
-
-    Signed codes ``q - s = clip(round(x / scale), -s, s)``. The scale travels: ``max|x| / s``, rounded up to
-    bfloat16. So no value is clipped, and with ``stochastic`` rounding codes are right on average. Scales
-    below 2**-126 are 0.
-
-    Args:
-      p: bits per element, 2 to 8.
-      rounding: None for the nearest level, or ``stochastic(seed)`` (the paper's).
-
-    Returns:
-      A mid-tread ``Quantizer`` with scales that travel, for momentum at the owner.
-
-    Raises:
-      ValueError: if an argument is out of range.
-
-    Source: Alistarh et al., "QSGD" (arXiv 1610.02132); bfloat16 norms of rows are ours.
-
-    Example:
-      >>> from lioncub_jax import quantize
-      >>> quantize.levels(4).vote.max_code(1000)  # codes -7..7
-      14
-    """
-    check_bits("levels", p, 2)
-    s = 2 ** (p - 1) - 1
-
-    def measure(x: jax.Array) -> Sequence[jax.Array]:
-        return [jnp.max(jnp.abs(x), axis=1)]
-
-    def rows(measured: Sequence[jax.Array], context: Context) -> Rows:
-        scale = _up_to_bfloat16(measured[0] / s)
-        return _rows_of(jnp.where(scale < LEAST, 0, scale))
-
-    def encode(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
-        assert rows.scale is not None
-        t = _scaled(x, rows)
-        if context.noise is not None:
-            t = jnp.floor(t + context.noise)
-        # Of the largest scales not every multiple is a float32.
-        positive = jnp.where(rows.scale > 0, rows.scale, 1)
-        largest = jnp.minimum(s, jnp.floor(LARGEST_BFLOAT16 / positive))[:, None]
-        q = (jnp.clip(jnp.round(t), -largest, largest) + s).astype(jnp.uint32)
-        return _with_flaws(q, x, p)
-
-    def max_code(num_workers: int) -> int:
-        return 2 * s
-
-    votes = Codec(max_code, encode, _finite, measure, rows, midtread=True, rounding=rounding)
-    values = votes._replace(decode=_decoder(2 * s))
-    return Quantizer(_name("levels", p, rounding), votes, values)
+    return Quantizer("ternary", Codec(max_code, encode, _finite, midtread=True))
 
 
 def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
@@ -570,20 +475,6 @@ def mean_of_sums(
 # --- Helpers
 
 
-def _name(make: str, p: int, rounding: int | None) -> str:
-    return f"{make}({p})" if rounding is None else f"{make}({p}, stochastic)"
-
-
-def _decoder(max_code: int) -> Callable[..., jax.Array]:
-    """The ``decode`` of a `Codec` with scales."""
-
-    def decode(codes: jax.Array, scales: jax.Array | None) -> jax.Array:
-        assert scales is not None
-        return dequantized(codes, max_code, scales.astype(jnp.float32) / 2)
-
-    return decode
-
-
 def _signs(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
     # Of two bits, positive and not zero, a number has no (1, 0): it stands for what is not finite.
     fields = (x > 0).astype(jnp.uint32) | ((x != 0).astype(jnp.uint32) << 1)
@@ -606,7 +497,7 @@ def _with_flaws(codes: jax.Array, x: jax.Array, p: int) -> jax.Array:
 
 def _finite(halves: Halves, rows: Rows, context: Context) -> Coded:
     *codes, flaws = _planes(halves, context.format.planes + 1)
-    return Coded(codes, rows.scale, None, jnp.all(flaws == 0), halves)
+    return Coded(codes, None, None, jnp.all(flaws == 0))
 
 
 def _planes(halves: Halves, p: int) -> list[jax.Array]:
@@ -625,15 +516,3 @@ def inverted(scale: jax.Array) -> jax.Array:
     # The inverse of 2**126 is the last normal number.
     is_positive = (scale > 0).astype(jnp.float32)
     return is_positive / jnp.where(scale > 0, jnp.minimum(scale, 2.0**126), 1)
-
-
-def _scaled(x: jax.Array, rows: Rows) -> jax.Array:
-    """``x / scale`` for each row, and 0 where the scale is 0."""
-    assert rows.inverse is not None
-    return x * rows.inverse[:, None]
-
-
-def _up_to_bfloat16(x: jax.Array) -> jax.Array:
-    """The next bfloat16 that is no smaller, of numbers that are not negative; the largest at most."""
-    up = (x.view(jnp.uint32) + 0xFFFF) & jnp.uint32(0xFFFF0000)
-    return jnp.minimum(up.view(jnp.float32), LARGEST_BFLOAT16)

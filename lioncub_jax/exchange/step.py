@@ -289,7 +289,6 @@ def encode(
     inputs: Sequence[jax.Array],
 ) -> Coded:  # fmt: skip
     """``q = Q(c + e)`` of a bucket, of ``c + e`` of its pieces."""
-    pieces, seed = bucket.pieces, codec.rounding
     whole = bucket_context(codec, plan, bucket, inputs[0])
     if codec.uses_leaf_mean:
         whole = whole._replace(leaf_mean=leaf_means(plan, bucket, inputs))
@@ -298,17 +297,14 @@ def encode(
     rows = codec.rows(joined([measure(x) for x in inputs]), whole)
 
     @jax.jit
-    def half_packed(x: jax.Array, start: jax.Array, rows: Rows, drawn: jax.Array | None) -> Any:
+    def half_packed(x: jax.Array, start: jax.Array, rows: Rows) -> Any:
         own = cut(rows, start * BLOCK, len(x))
-        fields = codec.encode(x, own, whole._replace(noise=drawn))
+        fields = codec.encode(x, own, whole)
         if codec.dense is not None:
             return fields
         return bits.half_packed(whole.in_chunks(fields), bucket.message.planes + 1)
 
-    halves = []
-    for x, start, piece in zip(inputs, starts, pieces, strict=True):
-        drawn = None if seed is None else noise(seed, plan, bucket, piece)
-        halves.append(half_packed(x, start, rows, drawn))
+    halves = [half_packed(x, start, rows) for x, start in zip(inputs, starts, strict=True)]
     return codec.finish(joined(halves, -3 if codec.dense is None else 0), rows, whole)
 
 
@@ -341,20 +337,6 @@ def bucket_context(codec: Codec, plan: Plan, bucket: BucketPlan, values: jax.Arr
         worker=plan.worker,
         zero_signs=bits.random_signs(first_word, rows * WORDS_PER_ROW, *draw),
     )
-
-
-def noise(seed: int, plan: Plan, bucket: BucketPlan, piece: Piece) -> jax.Array:
-    """``float32[rows, 128]`` in [0, 1), added before rounding down; by seed, step, worker and leaf."""
-    key = jax.random.key(seed)
-    for number in (plan.num_steps, plan.worker):
-        key = jax.random.fold_in(key, number)
-    drawn = []
-    for s in piece.segments:
-        own = jax.random.fold_in(key, s.leaf)
-        if bucket.num_shards > 1:
-            own = jax.random.fold_in(own, bucket.shard)
-        drawn.append(jax.random.uniform(own, (s.rows, ROW), jnp.float32))
-    return layout.pad_rows(jnp.concatenate(drawn), piece.rows)
 
 
 def leaf_means(plan: Plan, bucket: BucketPlan, rows: Sequence[jax.Array]) -> jax.Array:

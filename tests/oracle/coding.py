@@ -169,29 +169,22 @@ def sign():
     return midrise(1)
 
 
-def stochastic(seed=0):
-    """For ``rounding``: at random, by a seed."""
-    return seed
-
-
-def midrise(p, rounding=None):
+def midrise(p):
     """``q = floor(x / step) + 2**(p-1)``, clipped."""
     most = (2**p - 1) / 2
 
     def encode(x, buffer, t):
         step = to_bfloat16(GAUSSIAN_STEP[p] * row_mean(x, buffer))  # it travels as bfloat16
         in_steps = quotient(x, step)
-        if rounding is None:  # magnitude and side apart, so that -x gets the mirrored code of x
-            inward = jnp.minimum(jnp.floor(jnp.abs(in_steps)) + 0.5, most)
-            level = jnp.where(x > 0, inward, -inward)
-        else:
-            level = jnp.clip(whole(in_steps + most, buffer, t, rounding), 0, 2 * most) - most
+        # Magnitude and side apart, so that -x gets the mirrored code of x.
+        inward = jnp.minimum(jnp.floor(jnp.abs(in_steps)) + 0.5, most)
+        level = jnp.where(x > 0, inward, -inward)
         return jnp.where(x == 0, zero_side(buffer, t, len(x)) - 0.5, level), step
 
     return Codes(lambda workers: most, encode)
 
 
-def integer(p=8, rounding=None):
+def integer(p=8):
     """Lion Cub's: ``clip(round(x / mean|x| s/2), -s, s)``, whose sum over W workers fits in p bits."""
 
     def most(workers):
@@ -199,7 +192,7 @@ def integer(p=8, rounding=None):
 
     def encode(x, buffer, t):
         s, mean = most(len(x)), leaf_mean(x, buffer)
-        level = whole(quotient(x, mean) * (s / 2), buffer, t, rounding)
+        level = jnp.round(quotient(x, mean) * (s / 2))
         return jnp.clip(level, -s, s), mean
 
     return Codes(most, encode)
@@ -219,7 +212,7 @@ def dense(dtype=jnp.float32):
     return Codes(lambda workers: 0, encode)
 
 
-def levels(p, rounding=None):
+def levels(p, seed):
     """QSGD's: multiples of the largest magnitude of a row over s."""
     s = 2 ** (p - 1) - 1
 
@@ -228,7 +221,7 @@ def levels(p, rounding=None):
         step = rounded_up(step)
         step = jnp.where(step < 2.0**-126, 0, step)
         most = jnp.minimum(s, jnp.floor(BFLOAT16_MAX / jnp.where(step > 0, step, 1)))
-        level = whole(quotient(x, step), buffer, t, rounding)
+        level = whole(quotient(x, step), buffer, t, seed)
         return jnp.clip(level, -most, most), step
 
     return Codes(lambda workers: s, encode)
@@ -285,11 +278,9 @@ def quotient(x, unit):
     return x * inverse
 
 
-def whole(x, buffer, t, rounding):
-    """The nearest whole number; or one of the two around it at random, right on average."""
-    if rounding is None:
-        return jnp.round(x)
-    return jnp.floor(x + noise(buffer, len(x), t, rounding))
+def whole(x, buffer, t, seed):
+    """One of the two whole numbers around each, at random, right on average."""
+    return jnp.floor(x + noise(buffer, len(x), t, seed))
 
 
 def noise(buffer, workers, t, seed):
