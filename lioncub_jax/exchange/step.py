@@ -4,9 +4,9 @@ Worker i of W holds a gradient ``g_i``, a momentum ``mu_i`` and, with error feed
 its earlier codes. Its leaves lie in rows of 128 elements, and the rows are cut into W *chunks*. Worker j is
 the *owner* of chunk j, as of a shard of the optimizer's state in ZeRO-1. It may hold a state ``s_j`` and
 the error ``f_j`` of its earlier replies. A *codec* maps values to *codes*, integers from 0 to max_code:
-``Q`` is that of the messages, and ``R`` that of the replies. The functions called here follow below
-or are in `wires`: *interpolate* is `piece_input`, *decide* a method of the decision, and *remember* is
-`store_errors` and `store`. The last column has the file of each formula.
+``Q`` is that of the messages, and ``R`` that of the replies. The functions called here follow below or are
+in `wires`: *interpolate* is `piece_input`, *decide* the decision's own, *remember* is `store_errors` and
+`store`. The last column has the file of each formula.
 
     interpolate  c_i = b1 mu_i + (1 - b1) g_i                worker i            momentum.py
     encode       q_i = Q(c_i + e_i)                                              quantize.py
@@ -19,11 +19,11 @@ or are in `wires`: *interpolate* is `piece_input`, *decide* a method of the deci
     remember     e_i = c_i + e_i - dequantize(q_i)           worker i            step.py
                  mu_i = b2 mu_i + (1 - b2) g_i                                   momentum.py
 
-Votes are signed codes ``v_i = 2 q_i - max_code``, without scales or f_j.
-`majority` replies with ``sign(sum_i v_i)`` in one bit: a tie is a fair bit, the same everywhere. `ternary`
-replies in two bits: a tie is 0. `average` replies with the sum: ``u = sum_i v_i / (n max_code)`` of n
-voters. An optimizer ``tx`` at the owners: ``u_j, s_j = tx(mean_i dequantize(q_i); s_j)``, and R has two
-bits by default. A later transform of the chain multiplies ``u`` by the negative learning rate.
+Votes are signed codes ``v_i = 2 q_i - max_code``, without scales or f_j. `majority` replies with
+``sign(sum_i v_i)`` in one bit: a tie is a fair bit, the same everywhere. `ternary` replies in two bits: a
+tie is 0. `average` replies with the sum: ``u = sum_i v_i / (n max_code)`` of n voters. An optimizer ``tx``
+at the owners: ``u_j, s_j = tx(mean_i dequantize(q_i); s_j)``, and R has two bits by default. A later
+transform of the chain multiplies ``u`` by the negative learning rate.
 
 Arrays of a bucket with the two-phase wire: N rows, padding included, of which a chunk has m = N / W. The
 column of votes holds for `majority`, that of values for replies of `codes(p)`.
@@ -215,7 +215,7 @@ def single_worker_step(
       plan: the places of its leaves.
       grads: ``g`` of each leaf.
       mu: of each leaf.
-      error: of each leaf, ``e``; errors of earlier codes are added in full.
+      error: of each leaf, ``e``.
       owner_states: for each bucket the owner's state; () for decisions without state.
       abstain: ``bool[]``, True to abstain; or None.
     """
@@ -476,7 +476,7 @@ def codes_of_piece(coded: Coded, bucket: BucketPlan, start: jax.Array, rows: int
     """Those of the rows of a piece, from block ``start`` of its bucket on."""
     if not bucket.layout.large:  # one piece
         return coded
-    scales = None if coded.scales is None else cut(coded.scales, start * BLOCK, rows)
+    scales = cut(coded.scales, start * BLOCK, rows)
     return coded._replace(scales=scales, halves=cut(coded.halves, start, rows // BLOCK, -3))
 
 
