@@ -100,7 +100,7 @@ def voting(params: Any, **parts: Any) -> Candidate:
 
     def step(params, state, grads):
         first = jnp.int32(0)
-        here = plan.in_step(first, state.count, first, [None] * len(leaves))
+        here = plan.in_step(first, state.count, first)
         updates, state = transform.take_step(exchange, here, grads, state, None)
         updates, _ = rest.update(updates, rest.init(params), params)
         return optax.apply_updates(params, updates), state, grads
