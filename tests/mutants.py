@@ -403,6 +403,10 @@ MUTANTS = r"""
 + set(first[: len(workers)]) != set(workers)
 
 # training/map_step.py: map_step
+= Program.__init__: what is added to a raw key hides it
+- [i if i in wanted else None for i in range(len(leaves))]
++ range(len(leaves))
+
 = Program._traced: a step is traced again where JAX has dropped its trace, and may be another
 - return known(arrays)
 + pass

@@ -271,13 +271,14 @@ def mapped(step, workers=None, **options):
 
 
 def test_a_key_is_each_workers_own_in_the_step_and_that_of_one_device_outside():
-    """However it is split or folded, typed or raw, kept in state, stacked, or in a jit or scan inside."""
+    """However it is split, folded or added to, typed or raw, kept in state, stacked, in a jit or a scan."""
 
     def step(state, x):
         key, sub = jax.random.split(state["key"])
+        added = state["count"].astype(jnp.uint32) + state["added"]
         state = state | {"key": key, "count": state["count"] + 1}
         folded = jax.random.fold_in(state["folded"], state["count"])
-        drawn = [jax.random.uniform(k) for k in (sub, folded, state["raw"])]
+        drawn = [jax.random.uniform(k) for k in (sub, folded, added, state["raw"])]
         drawn.append(jax.jit(jax.random.uniform)(state["keys"][1]))
         raw, _ = lax.scan(lambda k, _: (jax.random.split(k)[0], None), state["raw"], None, length=3)
         return state | {"raw": raw}, [jnp.broadcast_to(d, x.shape) for d in drawn]
@@ -285,7 +286,8 @@ def test_a_key_is_each_workers_own_in_the_step_and_that_of_one_device_outside():
     def first():
         keys = jax.random.split(jax.random.key(3), 2)
         named = {"key": jax.random.key(1), "folded": jax.random.key(2), "keys": keys}
-        return named | {"raw": jax.random.PRNGKey(4), "count": jnp.int32(0)}
+        raw = {"raw": jax.random.PRNGKey(4), "added": jax.random.PRNGKey(5)}
+        return named | raw | {"count": jnp.int32(0)}
 
     state, one = first(), first()
     for _ in range(2):
