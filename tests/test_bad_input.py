@@ -184,7 +184,7 @@ def test_more_workers_than_a_code_or_wire_can_count():
 
 def majority(**changed):
     """The majority, with another codec of its replies."""
-    return D.vote(D.majority().reply_codec._replace(**changed), zero=False)
+    return D.vote(D.majority().reply_codec._replace(**changed), takes_zero=False)
 
 
 FORMAT, ENCODE = D.majority().reply_codec.format, D.majority().reply_codec.encode

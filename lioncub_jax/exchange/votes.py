@@ -195,13 +195,13 @@ def pairs_of_votes(counted: Tally, context: Context) -> tuple[jax.Array, jax.Arr
 
 
 def vote(
-    reply_codec: ReplyCodec, *, zero: bool | None = None, divides_by_present: bool = False
+    reply_codec: ReplyCodec, *, takes_zero: bool = True, divides_by_present: bool = False
 ) -> Decision:
     """A decision on counted votes: `majority`, `ternary`, `average`.
 
     Args:
       reply_codec: encodes what was counted.
-      zero: True where it takes codes with a zero only, False where only others; None for either.
+      takes_zero: False where codes with a zero are refused.
       divides_by_present: the sum is divided by the number of workers that say they participate. Then codes
         with a zero of the others are made zeros, whatever they sent.
 
@@ -219,14 +219,9 @@ def vote(
                 "of values that an owner decodes: give decision=at_owner(tx), or a quantizer without them, "
                 "such as sign()"
             )
-        if zero is False and codec.midtread:
+        if codec.midtread and not takes_zero:
             raise ValueError(
                 f"{given} has a code for zero, and its ties are zeros: give ternary() or average()"
-            )
-        if zero and not codec.midtread:
-            raise ValueError(
-                f"{given} has no code for zero, so a sum without "
-                "the number of votes is no result: give average()"
             )
         return codec
 
@@ -261,7 +256,9 @@ def majority() -> Decision:
     def encode(counted: Tally, context: Context) -> tuple[Planes, jax.Array | None]:
         return [with_tie_bits(counted.positive, counted.tied, context)], counted.moved
 
-    return vote(ReplyCodec("majority", encode, decode_signs, signs_format, jnp.sign), zero=False)
+    return vote(
+        ReplyCodec("majority", encode, decode_signs, signs_format, jnp.sign), takes_zero=False
+    )
 
 
 def ternary() -> Decision:
