@@ -313,9 +313,9 @@ MUTANTS = r"""
 + x.reshape(-1, SUBLANES, shape[-1] // ROW, ROW)
 
 # exchange/momentum.py: schedules reference optimizer
-= Blend.interpolate: the message is blended with the momentum of after the step
-- _mixed(self.b1, mu, g)
-+ _mixed(self.b1, self.update(g, mu), g)
+= blend: the message is blended with the momentum of after the step
+- Partial(_mixed, b1)
++ lambda g, mu: _mixed(b1, g, _mixed(b2, g, mu))
 
 # exchange/sync.py: sync schedules
 = sync_momentum: a sync comes one step late

@@ -1,11 +1,10 @@
 """Errors and warnings when a transform is built or traced; each has what to do instead.
 
-In the order of the file: single arguments, with the decorator for classes of traced numbers; what ``init``
-and ``update`` are given; and the jaxpr of a transform that shall run on a chunk of the rows.
+In the order of the file: single arguments; what ``init`` and ``update`` are given; and the jaxpr of a
+transform that shall run on a chunk of the rows.
 """
 
 import contextvars
-import dataclasses
 import functools
 import inspect
 import re
@@ -13,7 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,23 +27,6 @@ from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.mesh.checksum import checksum
 from lioncub_jax.mesh.placement import check_arrays
 from lioncub_jax.programs import compilations
-
-Component = TypeVar("Component")
-
-
-def static(*, default: Any) -> Any:
-    """A field of a `component` that is no number: it decides what is compiled."""
-    return dataclasses.field(default=default, metadata={"static": True})
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(static, dataclasses.field))
-def component(cls: type[Component]) -> type[Component]:
-    """A class of a momentum rule or a decision: a frozen dataclass, and a pytree of its numbers.
-
-    So numbers in it may be traced arrays.
-    """
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False)(cls))
-
 
 # --- Single arguments
 

@@ -4,23 +4,31 @@ Workers send a blend of their own gradient and their own momentum, so momenta dr
 different data; `sync` averages them at times.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
 
 from lioncub_jax.exchange.bits import at_least_float32
-from lioncub_jax.exchange.checks import check_betas, check_decay, component
+from lioncub_jax.exchange.checks import check_betas, check_decay
 
 __all__ = ["MomentumRule", "blend", "nothing"]
 
 
-class MomentumRule:
-    """The direction that a worker sends, and the momentum that it keeps: the contract of both.
+class MomentumRule(NamedTuple):
+    """The direction that a worker sends, and the momentum that it keeps; built by `blend` and `nothing`.
 
-    `interpolate` and `update` are two methods, because a worker that abstains must not update its momentum,
-    and because momentum is overwritten in place only after the direction was computed from it.
+    `interpolate` and `update` are two functions, because a worker that abstains must not update its
+    momentum, and because momentum is overwritten in place only after the direction was computed from it. A
+    number that may be traced is an argument of a ``jax.tree_util.Partial``, and so a leaf.
+
+    Attributes:
+      init: ``params -> mu`` of each before the first step; None for each if nothing is kept.
+      interpolate: ``(g, mu) -> c`` of one leaf; ``mu`` is None where nothing is kept.
+      update: ``(g, mu)`` to the next ``mu`` of one leaf, before it is rounded to the dtype of ``mu``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -30,63 +38,9 @@ class MomentumRule:
       ([0.5, 0.5], [0.25, 0.25])
     """
 
-    def init(self, params: optax.Params) -> optax.Params:
-        """``mu`` of each parameter before the first step; None for each if nothing is kept."""
-        raise NotImplementedError
-
-    def interpolate(self, g: jax.Array, mu: jax.Array) -> jax.Array:
-        """The direction ``c`` of one leaf; ``mu`` is None where nothing is kept."""
-        raise NotImplementedError
-
-    def update(self, g: jax.Array, mu: jax.Array) -> jax.Array:
-        """The next ``mu`` of one leaf, before it is rounded to the dtype of ``mu``."""
-        raise NotImplementedError
-
-
-@component
-class NoMomentum(MomentumRule):
-    """``c = g``, see `nothing`."""
-
-    def init(self, params: optax.Params) -> optax.Params:
-        """None for each parameter."""
-        return jax.tree.map(lambda p: None, params)
-
-    def interpolate(self, g: jax.Array, mu: jax.Array) -> jax.Array:
-        """``g``."""
-        return g
-
-    def update(self, g: jax.Array, mu: jax.Array) -> jax.Array:
-        """``mu``, as before."""
-        return mu
-
-
-@component
-class Blend(MomentumRule):
-    """Lion's rule, see `blend`."""
-
-    b1: ArrayLike
-    b2: ArrayLike
-    mu_dtype: DTypeLike | None
-
-    def init(self, params: optax.Params) -> optax.Params:
-        """Zeros like the parameters; ``ValueError`` for a dtype of theirs that cannot keep ``b2``."""
-        for x in jax.tree.leaves(params) if self.mu_dtype is None else ():
-            check_decay(self.b2, x.dtype)
-        return optax.tree.zeros_like(params, dtype=self.mu_dtype)
-
-    def interpolate(self, g: jax.Array, mu: jax.Array) -> jax.Array:
-        """``b1 mu + (1 - b1) g``."""
-        return _mixed(self.b1, mu, g)
-
-    def update(self, g: jax.Array, mu: jax.Array) -> jax.Array:
-        """``b2 mu + (1 - b2) g``."""
-        return _mixed(self.b2, mu, g)
-
-
-def _mixed(b: Any, mu: jax.Array, g: jax.Array) -> jax.Array:
-    """``b mu + (1 - b) g``, in float32 at least: in bfloat16 the beta would be rounded with them."""
-    with jax.numpy_dtype_promotion("standard"):
-        return (1 - b) * at_least_float32(g) + b * at_least_float32(mu)
+    init: Callable[[optax.Params], optax.Params]
+    interpolate: Callable[[jax.Array, Any], jax.Array]
+    update: Callable[[jax.Array, Any], Any]
 
 
 def blend(
@@ -111,7 +65,20 @@ def blend(
     """
     check_betas(b1=b1, b2=b2)
     check_decay(b2, mu_dtype)
-    return Blend(b1, b2, mu_dtype)
+    return MomentumRule(Partial(_zeros, b2, mu_dtype), Partial(_mixed, b1), Partial(_mixed, b2))
+
+
+def _zeros(b2: Any, mu_dtype: DTypeLike | None, params: optax.Params) -> optax.Params:
+    """Zeros like the parameters; ``ValueError`` for a dtype of theirs that cannot keep ``b2``."""
+    for x in jax.tree.leaves(params) if mu_dtype is None else ():
+        check_decay(b2, x.dtype)
+    return optax.tree.zeros_like(params, dtype=mu_dtype)
+
+
+def _mixed(b: Any, g: jax.Array, mu: jax.Array) -> jax.Array:
+    """``b mu + (1 - b) g``, in float32 at least: in bfloat16 the beta would be rounded with them."""
+    with jax.numpy_dtype_promotion("standard"):
+        return (1 - b) * at_least_float32(g) + b * at_least_float32(mu)
 
 
 def nothing() -> MomentumRule:
@@ -121,4 +88,8 @@ def nothing() -> MomentumRule:
       >>> import lioncub_jax as lc
       >>> tx = lc.communicate(workers="data", momentum=lc.momentum.nothing())  # signSGD with majority vote
     """
-    return NoMomentum()
+
+    def init(params: optax.Params) -> optax.Params:
+        return jax.tree.map(lambda p: None, params)
+
+    return MomentumRule(init, interpolate=lambda g, mu: g, update=lambda g, mu: mu)
