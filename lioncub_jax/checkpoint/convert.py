@@ -18,8 +18,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint.tree import from_flat_dict
 
-from lioncub_jax.checkpoint.names import NAMES, named, nested
+from lioncub_jax.checkpoint.names import NAMES, named
 from lioncub_jax.checkpoint.rows import Rows, spread
 from lioncub_jax.exchange.bits import merge_over_workers
 from lioncub_jax.exchange.layout import Flat
@@ -126,7 +127,7 @@ def portable(state: Any, workers: Workers) -> dict[str, Any]:
 
     Source: this library; see `restore` for the way back.
     """
-    return nested(leaves_in(entries(state, workers)))
+    return from_flat_dict(leaves_in(entries(state, workers)), sep=".")
 
 
 def leaves_in(found: list[Entry]) -> dict[str, jax.Array]:

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint.tree import from_flat_dict
 
 from lioncub_jax.checkpoint.convert import Damaged, Leaves, restored
-from lioncub_jax.checkpoint.names import named, nested
+from lioncub_jax.checkpoint.names import named
 from lioncub_jax.mesh.checksum import host_checksum
 from lioncub_jax.mesh.placement import Workers
 
@@ -115,7 +116,9 @@ def read(item: epath.Path, places: Leaves) -> dict[str, Any]:
         for name, x in places.items()
     }  # fmt: skip
     plan = ocp.args.PyTreeRestore(
-        item=nested(dict.fromkeys(how, 0)), restore_args=nested(how), partial_restore=True
+        item=from_flat_dict(dict.fromkeys(how, 0), sep="."),
+        restore_args=from_flat_dict(how, sep="."),
+        partial_restore=True,
     )
     try:
         with damage(", ".join(places)):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint.tree import from_flat_dict
 
 from lioncub_jax.checkpoint import files
 from lioncub_jax.checkpoint.convert import (
@@ -31,7 +32,6 @@ from lioncub_jax.checkpoint.convert import (
     restored,
 )
 from lioncub_jax.checkpoint.files import STATE, About, line_of
-from lioncub_jax.checkpoint.names import nested
 from lioncub_jax.exchange.checks import check_count
 from lioncub_jax.mesh.checksum import checksums
 from lioncub_jax.mesh.hosts import gathered_json
@@ -225,7 +225,7 @@ class Checkpoints:
         types = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in leaves.items()}
         about, sums = About(step, data, types, {}), Future[Any]()
         self._saving = Saving(about, sums, threading.current_thread(), [])
-        args = ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(nested(leaves))})
+        args = ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(from_flat_dict(leaves, sep="."))})
         manager.save(step, args=args, metrics=metrics, force=True)
         # Copies of what is in rows are compared as they lie. Only the hook waits for the sums.
         in_rows = {f"{e.name} in rows {i}": e.x for i, e in enumerate(found) if e.rows}

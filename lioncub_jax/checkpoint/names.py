@@ -1,7 +1,6 @@
 """Names of leaves in a checkpoint, such as ``opt_state.0.mu.kernel``: keys, joined by dots."""
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,12 +24,3 @@ def named(
             parts.append(NAMES.get(part, part) if field else part)
         found.append((".".join(filter(None, parts)), leaf))
     return found
-
-
-def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves by their names as a tree of dicts."""
-    tree: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        *path, last = name.split(".")
-        functools.reduce(lambda at, part: at.setdefault(part, {}), path, tree)[last] = leaf
-    return tree

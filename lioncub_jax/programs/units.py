@@ -14,22 +14,15 @@ RATES = {
     for prefix, scale in PREFIXES.items()
     for unit, bits in (("bit", 1), ("byte", 8))
 }
-# Read in these letters alone.
-SHORT_RATES = {
-    f"{letter}{unit}": scale * bits
-    for prefix, scale in PREFIXES.items()
-    for letter in prefix.lower() + prefix.upper()
-    for unit, bits in (("bps", 1), ("Bps", 8), ("B", 8))
-}
 TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 SIZES = {f"{prefix}b".lower(): scale for prefix, scale in PREFIXES.items()}
 COUNTS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 LONG = 10_000  # seconds, from which on a time is shown in hours
 LARGEST = 1e15  # beyond it are typing errors, and from 2**53 on a float has no exact value
 
-_QUANTITY = re.compile(
-    r"\s*([+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-z%]*?)(?:/s)?\s*", re.IGNORECASE
-)
+_QUANTITY = re.compile(r"\s*([+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-z%]*)\s*", re.IGNORECASE)
+# Units of rates in few letters, which are read in these alone, behind a prefix.
+_SHORT = re.compile(r"(?<=[kKmMgGtT])(bps|Bps|B)$")
 
 
 class NotRead(ValueError, argparse.ArgumentTypeError):
@@ -53,7 +46,10 @@ def rate(text: str) -> float:
       >>> rate("100mbit"), rate("2 Gbyte/s")
       (100000000.0, 16000000000.0)
     """
-    return _read("rate", text, RATES, "100mbit, 2.5gbit or 50mbyte (per second)")
+    long = _SHORT.sub(
+        lambda unit: "bit" if unit[0] == "bps" else "byte", text.strip().removesuffix("/s")
+    )
+    return _read("rate", long, RATES, "100mbit, 2.5gbit or 50mbyte (per second)")
 
 
 def seconds(text: str) -> float:
@@ -100,10 +96,9 @@ def count(text: str) -> int:
 
 def _read(kind: str, text: str, units: dict[str, float], examples: str) -> float:
     match = _QUANTITY.fullmatch(text)
-    if not match or ("/" in text and units is not RATES):
+    if not match:
         raise NotRead(f"{kind} {text!r}: give a number and a unit, such as {examples}")
-    short = SHORT_RATES if units is RATES else {}
-    scale = short.get(match[2], units.get(match[2].lower()))
+    scale = units.get(match[2].lower())
     if scale is None:
         known = ", ".join(name for name in units if name)
         raise NotRead(f"{kind} {text!r}: unit {match[2]!r} is not one of {known}; give {examples}")
