@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint.tree import from_flat_dict
 
-from lioncub_jax.checkpoint.names import NAMES, named
+from lioncub_jax.checkpoint.names import named
 from lioncub_jax.checkpoint.rows import Rows, spread
 from lioncub_jax.exchange.bits import merge_over_workers
 from lioncub_jax.exchange.layout import Flat
@@ -244,7 +244,7 @@ def declared_in(node: Any, name: str = "") -> Iterator[tuple[str, tuple[Any, Hol
 
     if hasattr(node, "holders"):
         for field, holder in node.holders().items():
-            yield f"{name}.{NAMES.get(field, field)}".strip("."), (node, holder)
+            yield f"{name}.{field}".strip("."), (node, holder)
     for at, inner in named(node, declares, name):
         if declares(inner):
             yield from declared_in(inner, at)

@@ -3,12 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
+from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 
-# How files name a field that is called otherwise in its class, {"its name": "its name in files"}: one that
-# gets another name one day stands here. The field that flax's boxes have is no part of a name, so that a
-# module and a plain tree read each other.
-NAMES = {"value": ""}
+# The field that flax's boxes have is no part of a name, so that a module and a plain tree read each other.
+_BOXED = GetAttrKey("value")
 
 
 def named(
@@ -16,11 +14,8 @@ def named(
 ) -> list[tuple[str, Any]]:
     """The leaves of a tree in their order, each with its name."""
     found = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
-        parts = [name]
-        for key in path:
-            part = jax.tree_util.keystr((key,), simple=True)
-            field = isinstance(key, jax.tree_util.GetAttrKey)
-            parts.append(NAMES.get(part, part) if field else part)
-        found.append((".".join(filter(None, parts)), leaf))
+    for path, leaf in tree_leaves_with_path(tree, is_leaf=is_leaf):
+        keys = tuple(key for key in path if key != _BOXED)
+        inner = keystr(keys, simple=True, separator=".")
+        found.append((".".join(filter(None, (name, inner))), leaf))
     return found
