@@ -681,7 +681,7 @@ MUTANTS = r"""
 + nesterov=False
 
 # programs/compiled.py: compiled
-= _SENT: an all-gather counts a worker's message to itself
+= SENT: an all-gather counts a worker's message to itself
 - float((g - 1) * n)
 + float(g * n)
 
@@ -822,8 +822,8 @@ MUTANTS = r"""
 + overlap=min(max(hidden, 0.0), 1.0),
 
 = _points: the bytes of a worker are taken for what it sends
-- yield sent(count) * length
-+ yield length
+- SENT[op.split()[0]](count, length * dtype.dtype.itemsize)
++ length * dtype.dtype.itemsize
 
 # benchmarks/lab/namespaces.py: lab
 = watch: a run ends with the code of the last worker that failed

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 _DTYPE = re.compile(r"pred|(?:b?f|[csu])(1|2|4|8|16|32|64|128)(?:e\w+)?")
 
 # Bytes one participant puts on the wire, from the group's size g and its n bytes of operands.
-_SENT: dict[str, Callable[[int, int], float]] = {
+SENT: dict[str, Callable[[int, int], float]] = {
     "all-reduce": lambda g, n: 2 * (g - 1) * n / g,
     "all-gather": lambda g, n: float((g - 1) * n),
     "collective-permute": lambda g, n: float(n) if g > 1 else 0.0,
 }
 _PARTS = "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-broadcast"
-_SENT |= dict.fromkeys(_PARTS, lambda g, n: (g - 1) * n / g)
+SENT |= dict.fromkeys(_PARTS, lambda g, n: (g - 1) * n / g)
 
 # What the runtime between slices of TPUs does with what is sent to it.
 _MEGASCALE = {
@@ -64,7 +64,7 @@ _CALLED = re.compile(
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CHANNEL = re.compile(r", channel_id=(\d+)")
 # In each line that sends something or calls a computation. All others are passed over, for time.
-_WORDS = (*_SENT, *PEERS, " send(", "=%", "={%")
+_WORDS = (*SENT, *PEERS, " send(", "=%", "={%")
 
 
 class Operand(NamedTuple):
@@ -127,7 +127,7 @@ class Collective(NamedTuple):
     @property
     def sent_bytes(self) -> float:
         """Bytes one participant puts on the wire in one step, all `times` runs together."""
-        return self.times * _SENT[self.op](self.group_size, self.payload_bytes)
+        return self.times * SENT[self.op](self.group_size, self.payload_bytes)
 
 
 def collectives(compiled: jax.stages.Compiled | str, mesh: AnyMesh) -> list[Collective]:
@@ -333,7 +333,7 @@ def _of_interest(body: str) -> list[Instruction]:
 
 
 def _is_collective(one: Instruction) -> bool:
-    if one.opcode.removesuffix("-start") in _SENT:
+    if one.opcode.removesuffix("-start") in SENT:
         return True
     between = one.opcode == "send" and _BETWEEN_SLICES.search(one.line)
     if between and between[1] in _MEGASCALE:

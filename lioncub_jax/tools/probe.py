@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 from lioncub_jax.exchange import bits
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers, check_workers
+from lioncub_jax.programs.compiled import SENT
 from lioncub_jax.programs.units import bytes_text, rate_text, seconds_text
 from lioncub_jax.tools.plan.methods import SCHEMES
 from lioncub_jax.tools.plan.model import Cluster, Link, Measured, step_time
@@ -46,12 +47,12 @@ def _all_gather(x: jax.Array, axis: AxisName) -> jax.Array:
     return lax.all_gather(x, axis, tiled=True)[:: lax.axis_size(axis)]
 
 
-# By the names of `Measured`: what runs, on which dtype, and what one of n workers sends of its bytes.
-COLLECTIVES: dict[str, tuple[Callable[..., jax.Array], Any, Callable[[int], float]]] = {
-    "all-reduce": (lax.pmean, jnp.float32, lambda n: 2 * (n - 1) / n),
-    "all-reduce bfloat16": (lax.pmean, jnp.bfloat16, lambda n: 2 * (n - 1) / n),
-    "all-to-all": (_all_to_all, jnp.uint32, lambda n: (n - 1) / n),
-    "all-gather": (_all_gather, jnp.uint32, lambda n: n - 1),
+# By the names of `Measured`: what runs, and on which dtype.
+COLLECTIVES: dict[str, tuple[Callable[..., jax.Array], Any]] = {
+    "all-reduce": (lax.pmean, jnp.float32),
+    "all-reduce bfloat16": (lax.pmean, jnp.bfloat16),
+    "all-to-all": (_all_to_all, jnp.uint32),
+    "all-gather": (_all_gather, jnp.uint32),
 }
 
 
@@ -91,7 +92,7 @@ def probe(workers: Workers, target: Target | None = None) -> Measured:
 
 def _points(op: str, workers: Workers) -> Iterator[tuple[float, float]]:
     """Bytes that a worker sends and seconds, from small to large; all processes end at the same size."""
-    collective, dtype, sent = COLLECTIVES[op]
+    collective, dtype = COLLECTIVES[op]
     count, spec = workers.num_gradients, jax.P(workers.axis)
 
     @jax.jit
@@ -104,7 +105,7 @@ def _points(op: str, workers: Workers) -> Iterator[tuple[float, float]]:
         length = size // dtype.dtype.itemsize // count * count
         x = jnp.ones(count * length, dtype, device=lies)
         seconds = _seconds(partial(run, x)) / TURNS
-        yield sent(count) * length * dtype.dtype.itemsize, seconds
+        yield SENT[op.split()[0]](count, length * dtype.dtype.itemsize), seconds
         if seconds > LONG and size > SIZES[0]:  # two sizes make a line
             return
 
