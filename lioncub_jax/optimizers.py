@@ -282,7 +282,7 @@ def owner_adamw(
       This library; the optimizer is AdamW (arXiv 1711.05101), its chunks are ZeRO-1's (arXiv 1910.02054).
     """
     check_betas(b1=b1, b2=b2)
-    _check_eps(eps)
+    check_eps(eps)
     direction = owner(
         _with_numbers(optax.scale_by_adam, b1, b2, eps), workers=workers, quantizer=quantizer,
         reply=reply, wire=wire, bucket_size=bucket_size,
@@ -351,7 +351,7 @@ def owner_muon(
     check_betas(beta=beta, adam_b1=adam_b1, adam_b2=adam_b2)
     for b in (beta, adam_b1):
         check_decay(b, mu_dtype)
-    _check_eps(eps)
+    check_eps(eps)
     check_count(f"ns_steps={ns_steps!r}", ns_steps)
     how = {
         "ns_steps": ns_steps, "mu_dtype": mu_dtype, "nesterov": nesterov, "adaptive": adaptive,
@@ -400,9 +400,10 @@ def muon_of_matrix(
     return optax.GradientTransformation(init, update)
 
 
-def _check_eps(eps: ArrayLike) -> None:
+def check_eps(eps: ArrayLike) -> None:
+    """Raises ``ValueError`` unless it is above 0 in float32."""
     allowed = "give a number above 0 in float32, such as 1e-8"
-    check_number(f"eps={eps!r}", eps, lambda eps: bool(np.float32(eps)), allowed)
+    check_number(f"eps={eps!r}", eps, lambda eps: bool(0 < np.float32(eps) < np.inf), allowed)
 
 
 def owner(

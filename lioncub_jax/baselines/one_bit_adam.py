@@ -38,13 +38,13 @@ from jax.typing import ArrayLike
 
 from lioncub_jax.baselines import compression
 from lioncub_jax.exchange import checks, decide, quantize, wires
-from lioncub_jax.exchange.checks import check_betas, check_count, check_number
+from lioncub_jax.exchange.checks import check_betas, check_count
 from lioncub_jax.exchange.transform import CommunicateState
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers, worker_axes
 from lioncub_jax.mesh.specs import StateSpecs
-from lioncub_jax.optimizers import Mask, descending, owner
+from lioncub_jax.optimizers import Mask, check_eps, descending, owner
 from lioncub_jax.programs import scopes
 
 _wide = partial(optax.tree.cast, dtype=jnp.float32)
@@ -118,8 +118,7 @@ def one_bit_adam(
     wanted = "a whole number of steps of at least 1: they find the variance that is frozen then"
     check_count(f"warmup={warmup!r}", warmup, wanted)
     check_betas(b1=b1, b2=b2)
-    wanted = "give a number above 0, such as 1e-8"
-    check_number(f"eps={eps!r}", eps, lambda x: 0 < x < np.inf, wanted)
+    check_eps(eps)
     last = min(warmup, np.iinfo(np.int32).max)  # of the updates of the variance
     codes, axis = compression.coded_mean(1, workers), worker_axes(workers)[0]
     floats = owner(
