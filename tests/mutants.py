@@ -243,8 +243,8 @@ MUTANTS = r"""
 
 # exchange/quantize.py: quantize reference sharding
 = midrise: a row of zeros votes if codes have several bits
-- mean > 0, finite)
-+ mean >= 0, finite)
+- inverse, mean > 0, finite
++ inverse, mean >= 0, finite
 
 = mean_of_sums: the step of a row whose sum overflows is the largest there is
 - jnp.where(jnp.isfinite(total), total / size, maximum)

@@ -15,7 +15,7 @@ the owner of a chunk, and their scales travel as bfloat16.
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,10 @@ GAUSSIAN_STEP = {
 }
 
 
+# What the `rows` of a codec gives, and its own functions alone read.
+Rows: TypeAlias = Any
+
+
 class Codec(NamedTuple):
     """A map from values to codes: of votes, which are counted, or of values, which are decoded.
 
@@ -70,7 +74,8 @@ class Codec(NamedTuple):
         takes a pass over words or numbers of rows takes little time for all pieces at once, and a
         compiler's time for each of them.
       measure: ``float32[rows, 128] -> arrays [rows]``, of a piece.
-      rows: ``(arrays [rows], Context) -> Rows``, of a whole bucket, of what `measure` gives.
+      rows: ``(arrays [rows], Context) -> Rows``, of a whole bucket, of what `measure` gives: a tree of
+        arrays ``[rows]`` by which this codec encodes, and which is cut for each piece; () for none.
       decode: ``(codes, scales) -> float32[..., rows, 128]`` of codes, or dense values, of that shape, and
         scales ``[..., rows]``. None for votes.
       midtread: the middle code is zero.
@@ -80,10 +85,10 @@ class Codec(NamedTuple):
     """
 
     max_code: Callable[[int], int]
-    encode: Callable[[jax.Array, "Rows", "Context"], jax.Array]
-    finish: Callable[[Any, "Rows", "Context"], Coded]
+    encode: Callable[[jax.Array, Rows, "Context"], jax.Array]
+    finish: Callable[[Any, Rows, "Context"], Coded]
     measure: Callable[[jax.Array], Sequence[jax.Array]] = lambda x: ()
-    rows: Callable[[Sequence[jax.Array], "Context"], "Rows"] = lambda measured, context: Rows()
+    rows: Callable[[Sequence[jax.Array], "Context"], Rows] = lambda measured, context: ()
     decode: Callable[..., jax.Array] | None = None
     midtread: bool = False
     dense: np.dtype | None = None
@@ -116,22 +121,6 @@ class Codec(NamedTuple):
     def words_per_row(self) -> int:
         """Words of a plane for one row."""
         return bits.WORDS_PER_ROW if self.dense is None else ROW * self.dense.itemsize // 4
-
-
-class Rows(NamedTuple):
-    """Numbers of each row by which a codec encodes; of a bucket, and cut for each piece of it.
-
-    Attributes:
-      scale: ``float32[rows]``, or None for codes without.
-      inverse: ``float32[rows]``, ``1 / scale``, and 0 where the scale is 0; likewise.
-      voted: ``bool[rows]``, True where the worker votes; None for codes with a zero, or where planes tell.
-      finite: ``bool[rows]``, True where all values are; None where planes tell.
-    """
-
-    scale: jax.Array | None = None
-    inverse: jax.Array | None = None
-    voted: jax.Array | None = None
-    finite: jax.Array | None = None
 
 
 class Context(NamedTuple):
@@ -238,17 +227,20 @@ def midrise(p: int) -> Quantizer:
 
     def rows(measured: Sequence[jax.Array], context: Context) -> Rows:
         mean, finite = mean_of_sums(measured, context.row_sizes)
-        return _rows_of(to_bfloat16(GAUSSIAN_STEP[p] * mean), mean > 0, finite)
+        scale, inverse = _with_inverse(to_bfloat16(GAUSSIAN_STEP[p] * mean))
+        return scale, inverse, mean > 0, finite
 
     def encode(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
-        q = midrise_codes(x, x > 0, rows.inverse, p)
+        _, inverse, *_ = rows
+        q = midrise_codes(x, x > 0, inverse, p)
         return q | ((x != 0).astype(jnp.uint32) << p)
 
     def finish(halves: Halves, rows: Rows, context: Context) -> Coded:
-        assert rows.scale is not None and rows.finite is not None and context.zero_signs is not None
+        assert context.zero_signs is not None
+        scale, _, is_voted, finite = rows
         halves = bits.half_with_zero_signs(halves, p, context.in_chunks(context.zero_signs))
-        voted = bits.pack_rows(context.in_chunks(rows.voted)).reshape(-1)
-        return Coded(_planes(halves, p), rows.scale, voted, jnp.all(rows.finite), halves)
+        voted = bits.pack_rows(context.in_chunks(is_voted)).reshape(-1)
+        return Coded(_planes(halves, p), scale, voted, jnp.all(finite), halves)
 
     def num_codes(num_workers: int) -> int:
         return max_code
@@ -301,12 +293,12 @@ def integer(p: int = 8) -> Quantizer:
 
     def rows(measured: Sequence[jax.Array], context: Context) -> Rows:
         assert context.leaf_mean is not None
-        return _rows_of(context.leaf_mean)
+        return _with_inverse(context.leaf_mean)
 
     def encode(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
-        assert rows.inverse is not None
+        _, inverse = rows
         s = max_code(context.format.num_workers) // 2
-        level = jnp.round(x * rows.inverse[:, None] * (s / 2))
+        level = jnp.round(x * inverse[:, None] * (s / 2))
         q = (jnp.clip(level, -s, s) + s).astype(jnp.uint32)
         return _with_flaws(q, x, (2 * s).bit_length())
 
@@ -358,14 +350,13 @@ def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
         return [jnp.all(jnp.isfinite(x), axis=1)]
 
     def rows(measured: Sequence[jax.Array], context: Context) -> Rows:
-        return Rows(finite=measured[0])
+        return measured
 
     def encode(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
         return bits.saturated(x, dtype).view(jnp.uint32).reshape(-1)
 
     def finish(words: jax.Array, rows: Rows, context: Context) -> Coded:
-        assert rows.finite is not None
-        return Coded([words], None, None, jnp.all(rows.finite))
+        return Coded([words], None, None, jnp.all(rows[0]))
 
     def decode(values: jax.Array, scales: jax.Array | None) -> jax.Array:
         values = values.astype(jnp.float32)
@@ -505,10 +496,9 @@ def _planes(halves: Halves, p: int) -> list[jax.Array]:
     return [plane.reshape(-1) for plane in bits.planes_of(halves, p)]
 
 
-def _rows_of(scale: jax.Array, voted: Any = None, finite: Any = None) -> Rows:
-    """Rows by their scales, which are stored: what is computed of them is not, for each element anew."""
-    scale, inverse = [xla.materialized(x) for x in (scale, inverted(scale))]
-    return Rows(scale, inverse, voted, finite)
+def _with_inverse(scale: jax.Array) -> list[jax.Array]:
+    """Scales and their inverses, stored: what is computed of them is not, for each element anew."""
+    return [xla.materialized(x) for x in (scale, inverted(scale))]
 
 
 def inverted(scale: jax.Array) -> jax.Array:

@@ -68,7 +68,7 @@ from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW, saturated
 from lioncub_jax.exchange.layout import Piece
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.plan import BucketPlan, Exchange, Plan
-from lioncub_jax.exchange.quantize import Codec, Context, Rows
+from lioncub_jax.exchange.quantize import Codec, Context
 from lioncub_jax.exchange.votes import Decision
 from lioncub_jax.exchange.wires import (
     Coded,
@@ -297,7 +297,7 @@ def encode(
     rows = codec.rows(joined([measure(x) for x in inputs]), whole)
 
     @jax.jit
-    def half_packed(x: jax.Array, start: jax.Array, rows: Rows) -> Any:
+    def half_packed(x: jax.Array, start: jax.Array, rows: Any) -> Any:
         own = cut(rows, start * BLOCK, len(x))
         fields = codec.encode(x, own, whole)
         if codec.dense is not None:
