@@ -3,9 +3,8 @@
 | from | to | and back |
 |---|---|---|
 | leaves | the array of a piece | `join_piece`, `split_piece` |
-| the array of a piece | its rows ``[rows, 128]`` | `piece_to_rows`, `rows_to_piece` |
+| the array of a piece | its rows ``[rows, 128]`` | `piece_to_rows`; `rows_to_leaf` of a large one |
 | leaves | the rows of a whole bucket | `BucketLayout.join`, `BucketLayout.split` |
-| a leaf's elements in the order of its rows | in its shape | `to_shape` |
 
 Leaves are cut into rows of 128 elements, the last one padded. The rows of many leaves are one *bucket*,
 so that a step costs two collectives for each bucket, however many leaves there are. On a TPU a leaf of
@@ -16,7 +15,6 @@ axes. ``bucket_size`` splits buckets further, and then a worker abstains from ea
 """
 
 import dataclasses
-import itertools
 import math
 import zlib
 from collections.abc import Collection, Sequence
@@ -240,25 +238,20 @@ def buckets(
     """
     sizes = [math.prod(leaf.shape) for leaf in leaves]
     groups: dict[tuple[str, ...], list[list[int]]] = {}
-    filled: dict[tuple[str, ...], int] = {}  # elements of the last group
     for index, size in enumerate(sizes):
         if size == 0:
             continue
-        over = tuple(sorted(axes[index])) if axes else ()
-        group = groups.setdefault(over, [[]])
-        filled[over] = filled.get(over, 0) + size
-        if group[-1] and limit is not None and filled[over] > limit:
-            group.append([])
-            filled[over] = size
-        group[-1].append(index)
-    placed = []
+        own = groups.setdefault(tuple(sorted(axes[index])) if axes else (), [[]])
+        if limit is not None and own[-1] and size + sum([sizes[i] for i in own[-1]]) > limit:
+            own.append([])
+        own[-1].append(index)
+    placed, first = list[BucketLayout](), 0
     for over in sorted(groups):
         for members in groups[over]:
-            placed.append(_place(leaves, members, num_chunks)._replace(axes=over))
-    *before, total = itertools.accumulate([bucket.rows for bucket in placed], initial=0)
-    for k, first in enumerate(before):
-        placed[k] = placed[k]._replace(first_row=first, total_rows=total)
-    return tuple(placed)
+            bucket = _place(leaves, members, num_chunks)
+            placed.append(bucket._replace(axes=over, first_row=first))
+            first += bucket.rows
+    return tuple([bucket._replace(total_rows=first) for bucket in placed])
 
 
 def _place(leaves: Sequence[jax.Array], members: list[int], num_chunks: int) -> BucketLayout:
@@ -271,7 +264,7 @@ def _place(leaves: Sequence[jax.Array], members: list[int], num_chunks: int) -> 
         size = math.prod(shape)
         rows = round_up(divide_up(size, ROW), 1 if is_small(index) else BLOCK)
         tiles = xla.for_tpu() and made_of_tiles(shape)
-        segments.append(Segment(index, shape, size, first_row=first, rows=rows, tiles=tiles))
+        segments.append(Segment(index, shape, size, first, rows, tiles))
         first += rows
     pieces = [Piece((s,), s.first_row, s.rows, (0,)) for s in segments if s.rows > SMALL]
     large, small = bool(pieces), segments[len(pieces) :]
@@ -283,14 +276,7 @@ def _place(leaves: Sequence[jax.Array], members: list[int], num_chunks: int) -> 
         starts = tuple(s.first_row - begin for s in small)
         pieces.append(Piece(tuple(small), begin, rows, starts))
     dtype = common_dtype(*{leaves[index].dtype for index in members})
-    return BucketLayout(
-        tuple(pieces),
-        large,
-        first_row=0,
-        rows_per_chunk=chunk,
-        num_chunks=num_chunks,
-        dtype=dtype,
-    )
+    return BucketLayout(tuple(pieces), large, 0, chunk, num_chunks, dtype)
 
 
 def pieces(bucket: BucketLayout, num_steps: jax.Array) -> list[Piece]:
@@ -332,11 +318,6 @@ def piece_to_rows(x: jax.Array, piece: Piece) -> jax.Array:
     return x if piece.joined else _leaf_to_rows(x, piece.segments[0], piece.rows)
 
 
-def rows_to_piece(x: jax.Array, piece: Piece) -> jax.Array:
-    """Undoes `piece_to_rows`, of ``[..., rows, 128]``."""
-    return x.reshape(-1, ROW) if piece.joined else _rows_to_leaf(x, piece.segments[0])
-
-
 def _leaf_to_rows(x: jax.Array, segment: Segment, rows: int) -> jax.Array:
     # In as few operations as can be: with hundreds of leaves it is they that a compiler works at.
     if segment.tiles:
@@ -372,29 +353,25 @@ def lies_in_rows(piece: Piece) -> bool:
 def split_piece(x: jax.Array, piece: Piece) -> dict[int, jax.Array]:
     """Undoes `join_piece`: each leaf of a piece in its own shape, by its index."""
     if not piece.joined:
-        return {piece.segments[0].leaf: _rows_to_leaf(x, piece.segments[0])}
+        return {piece.segments[0].leaf: rows_to_leaf(x, piece.segments[0])}
     leaves, first_column = {}, jnp.zeros((), jnp.uint32)
     rows = xla.materialized(x.reshape(-1, ROW))
     for start, s in zip(piece.starts, piece.segments, strict=True):
         corner = jnp.asarray(start, jnp.uint32), first_column
-        leaves[s.leaf] = _rows_to_leaf(lax.dynamic_slice(rows, corner, (s.rows, ROW)), s)
+        leaves[s.leaf] = rows_to_leaf(lax.dynamic_slice(rows, corner, (s.rows, ROW)), s)
     return leaves
 
 
-def _rows_to_leaf(x: jax.Array, segment: Segment) -> jax.Array:
-    """A leaf in its own shape: as it is, or of its rows, ``[..., rows, 128]``, which may end in padding."""
-    if x.shape == segment.shape:
+def rows_to_leaf(x: jax.Array, segment: Segment) -> jax.Array:
+    """A leaf in its own shape: as it is, or of its rows ``[rows, 128]``, which may end in padding."""
+    shape = segment.shape
+    if x.shape == shape:
         return x
     flat = x.reshape(-1)
-    return to_shape(flat if flat.size == segment.size else flat[: segment.size], segment)
-
-
-def to_shape(x: jax.Array, segment: Segment) -> jax.Array:
-    """Elements of leaves in the order of their rows, ``[..., size]``, in their shape, ``[..., *shape]``."""
-    shape, lead = segment.shape, x.shape[:-1]
+    x = flat if flat.size == segment.size else flat[: segment.size]
     if segment.tiles:
         x = x.reshape(-1, shape[-1] // ROW, SUBLANES, ROW).swapaxes(1, 2)
-    return x.reshape(*lead, *shape)
+    return x.reshape(shape)
 
 
 def pad_rows(x: jax.Array, rows: int) -> jax.Array:

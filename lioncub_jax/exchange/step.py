@@ -534,9 +534,9 @@ def store_errors(
     if large:
         errors = xla.chosen(participates, new, old, errors, directions, coded)
     for (piece, _), error in zip(large, errors, strict=True):
-        leaves[piece.segments[0].leaf] = xla.by_words(
-            partial(layout.rows_to_piece, piece=piece), error
-        )
+        [segment] = piece.segments
+        to_leaf = partial(layout.rows_to_leaf, segment=segment)
+        leaves[segment.leaf] = xla.by_words(to_leaf, error)
 
 
 def store(
