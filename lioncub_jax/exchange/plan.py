@@ -141,12 +141,6 @@ def plan_on_device(exchange: Exchange, leaves: Sequence[Any]) -> Plan:
     return make_plan(exchange, leaves, num_workers, devices)
 
 
-def plan_of_step(exchange: Exchange, leaves: Sequence[Any], num_steps: jax.Array) -> Plan:
-    """`plan_on_device` with the arrays of a step."""
-    worker, device = axes.worker_index(exchange.axis), axes.worker_index(exchange.group)
-    return plan_on_device(exchange, leaves).in_step(worker, num_steps, device)
-
-
 def make_plan(exchange: Exchange, leaves: Sequence[Any], num_workers: int, devices: int) -> Plan:
     """The plan for leaves of these shapes and types: made once, and then remembered.
 

@@ -22,7 +22,7 @@ from lioncub_jax.exchange.layout import BucketLayout, Flat, register_with_flax
 from lioncub_jax.exchange.mapped import Holder, on_workers
 from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.exchange.momentum import MomentumRule
-from lioncub_jax.exchange.plan import Exchange, Plan, plan_of_step, plan_on_device
+from lioncub_jax.exchange.plan import Exchange, Plan, plan_on_device
 from lioncub_jax.exchange.quantize import Codec, Quantizer
 from lioncub_jax.exchange.step import StepResult, step
 from lioncub_jax.exchange.votes import Decision
@@ -191,20 +191,18 @@ def check_group(quantizer: Quantizer, codec: Codec) -> None:
 
 def init_state(exchange: Exchange, params: optax.Params) -> CommunicateState:
     """The state before the first step."""
-    params, group = checks.check_leaves(params), exchange.group
-    if checks.stands_in(params):
-        mu, error, owner = stand_ins(exchange, params)
+    kept, group, owner = checks.check_leaves(params), exchange.group, ()
+    if checks.stands_in(kept):
+        mu, error, owner = stand_ins(exchange, kept)
     else:
-        mu, error = exchange.momentum_rule.init(params), zero_errors(exchange.message_codec, params)
-        owner = ()
-        exchange = with_matrices(exchange, params)
         if group or exchange.decision.init is not None:
             axes.check_bound(exchange.axis, group)  # chunks are those of workers
+            exchange = with_matrices(exchange, kept)
             # As gradients vary, from which buckets are made.
-            params = axes.varying(params, (*exchange.axis, *group))
-            owner = placement.on_shards(init_owner_states, (exchange, params))
-        if exchange.joins_leaves:
-            mu, error = placement.on_shards(init_shared, (exchange, params))
+            params = axes.varying(kept, (*exchange.axis, *group))
+            parts, owner = placement.on_shards(init_on_device, (exchange, params))
+            kept = parts if exchange.joins_leaves else kept
+        mu, error = exchange.momentum_rule.init(kept), zero_errors(exchange.message_codec, kept)
     return CommunicateState(jnp.zeros((), jnp.int32), mu, error, owner, zero_votes(exchange))
 
 
@@ -247,15 +245,10 @@ def with_matrices(
 
 def zero_votes(exchange: Exchange) -> VoteCounts:
     """Zeros before the first step, each an array of its own: a training step donates them all."""
-    counts_pairs = exchange.message_codec.counts_pairs
-    return VoteCounts(
-        ties=jnp.zeros((), jnp.float32),
-        parameters=jnp.zeros((), jnp.float32),
-        abstained=jnp.zeros((), jnp.int32),
-        abstentions=jnp.zeros((), jnp.int32),
-        unlike=jnp.zeros((), jnp.float32) if counts_pairs else (),
-        pairs=jnp.zeros((), jnp.float32) if counts_pairs else (),
-    )
+    ties, parameters, unlike, pairs = [jnp.zeros((), jnp.float32) for _ in range(4)]
+    abstained, abstentions = [jnp.zeros((), jnp.int32) for _ in range(2)]
+    of_pairs = (unlike, pairs) if exchange.message_codec.counts_pairs else ((), ())
+    return VoteCounts(ties, parameters, abstained, abstentions, *of_pairs)
 
 
 def stand_ins(exchange: Exchange, params: optax.Params) -> tuple[Any, Any, Any]:
@@ -277,35 +270,32 @@ def zero_errors(codec: Codec, params: optax.Params) -> optax.Params:
     return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=codec.error_dtype), params)
 
 
-def init_shared(
+def init_on_device(
     exchange: Exchange, params: optax.Params
 ) -> tuple[tuple[Flat, ...], tuple[Flat, ...]]:
-    """``mu`` and ``e`` of this device's parts of the shared buckets, where every axis is manual."""
-    plan, parts = plan_on_device(exchange, jax.tree.leaves(params)), []
-    for bucket in plan.shared:
-        zeros = jnp.zeros((bucket.rows_per_chunk, ROW), bucket.dtype)
-        parts.append(axes.varying(zeros, (*bucket.axes, *exchange.group)))
-    mu, error = exchange.momentum_rule.init(parts), zero_errors(exchange.message_codec, parts)
-    return flats(mu, plan.shared), flats(error, plan.shared)
+    """Zeros for this device's parts of the shared buckets, and ``s`` of the chunks that its worker owns.
 
-
-def init_owner_states(exchange: Exchange, params: optax.Params) -> tuple[Flat, ...]:
-    """``s`` of the chunk of each bucket that this worker owns; () for decisions without state."""
-    if exchange.decision.init is None:
-        return ()
+    Either is () where there is none. Every mesh axis is manual.
+    """
     plan = plan_on_device(exchange, jax.tree.leaves(params))
-    states, sharded = [], exchange.wire.sharded
+    parts, states, decision = [], [], exchange.decision
+    for shared in plan.shared:
+        zeros = jnp.zeros((shared.rows_per_chunk, ROW), shared.dtype)
+        parts.append(axes.varying(zeros, (*shared.axes, *exchange.group)))
+    if decision.init is None:
+        return flats(parts, plan.shared), ()
+    sharded = exchange.wire.sharded
     own = exchange.axis if sharded or plan.num_workers == 1 else ()
     for bucket_plan in plan.buckets:
         bucket = bucket_plan.layout
         over = (*own, *[n for n in bucket.axes if n not in exchange.axis])
         rows = bucket.rows_per_chunk if sharded else bucket.rows
-        state = exchange.decision.init(jnp.zeros((rows, ROW), jnp.float32), bucket_plan.deal)
+        state = decision.init(jnp.zeros((rows, ROW), jnp.float32), bucket_plan.deal)
         # Arrays of an owned chunk vary over the workers; counters are the same on every worker.
-        arrays, tree = jax.tree.flatten(state)
-        arrays = [axes.varying(x, over) if x.ndim else x for x in arrays]
-        states.append(jax.tree.unflatten(tree, arrays))
-    return flats(states, [x.layout for x in plan.buckets])
+        states.append(
+            jax.tree.map(lambda x, over=over: axes.varying(x, over) if x.ndim else x, state)
+        )
+    return flats(parts, plan.shared), flats(states, [x.layout for x in plan.buckets])
 
 
 def flats(values: Sequence[Any], buckets: Sequence[BucketLayout | Deal]) -> tuple[Flat, ...]:
@@ -322,7 +312,8 @@ def update_on_device(
 ) -> tuple[optax.Updates, CommunicateState]:
     """Takes a step of the worker of this device."""
     axes.check_bound(exchange.axis, exchange.group)
-    plan = plan_of_step(exchange, jax.tree.leaves(updates), state.count)
+    worker, device = axes.worker_index(exchange.axis), axes.worker_index(exchange.group)
+    plan = plan_on_device(exchange, jax.tree.leaves(updates)).in_step(worker, state.count, device)
     return take_step(exchange, plan, updates, state, abstain)
 
 
@@ -336,28 +327,28 @@ def take_step(
     """Takes a step of a worker: gradients to updates, in a group by the parts of its devices."""
     tree: Any
     leaves, tree = jax.tree.flatten(updates)
-    grads, group, shared = leaves, exchange.group, plan.shared
+    grads, shared, kept = leaves, plan.shared, (state.mu, state.error)
     if exchange.joins_leaves:
-        rows = [x.join(leaves) for x in shared]
-        grads = [wires.mean_part(x, group) for x in rows] if group else rows
         layout.check_order([*state.mu, *state.error], [*shared, *shared])
-        kept = [x.value for x in state.mu], [x.value for x in state.error]
+        rows = [x.join(leaves) for x in shared]
+        grads = [wires.mean_part(x, exchange.group) for x in rows] if exchange.group else rows
+        mu, error = [[x.value for x in parts] for parts in kept]
     else:
-        kept = tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error)
+        mu, error = [tree.flatten_up_to(x) for x in kept]
     layouts = [x.layout for x in plan.buckets]
     layout.check_order(state.owner, [] if exchange.decision.init is None else layouts)
     owner_states = [x.value for x in state.owner] or [()] * len(layouts)
 
-    result = step(exchange, plan, grads, *kept, owner_states, abstain)
+    result = step(exchange, plan, grads, mu, error, owner_states, abstain)
 
-    new, mu, error = result.updates, result.mu, result.error
+    new = result.updates
     if exchange.joins_leaves:
         parts, new = new, {}
         for k, bucket in enumerate(shared):
             new |= bucket.split(parts[k].reshape(-1, ROW), plan.num_steps)
-        state = state._replace(mu=flats(mu, shared), error=flats(error, shared))
+        state = state._replace(mu=flats(result.mu, shared), error=flats(result.error, shared))
     else:
-        state = state._replace(mu=tree.unflatten(mu), error=tree.unflatten(error))
+        state = state._replace(mu=tree.unflatten(result.mu), error=tree.unflatten(result.error))
     state = next_state(exchange, plan, state, result, leaves)
     for i, g in enumerate(leaves):
         leaves[i] = new[i].astype(g.dtype) if i in new else jnp.zeros(g.shape, g.dtype)
@@ -391,10 +382,9 @@ def count_votes(
     """Statistics of a step, and for each bucket the number of workers present, by one sum over devices."""
     every = (*exchange.axis, *exchange.group)
     size = sum(math.prod(x.shape) * axes.shard(x, every)[1] for x in grads)
-    abstentions, votes = votes.abstentions, jax.tree.map(jnp.zeros_like, votes)
-    votes = votes._replace(parameters=jnp.float32(size), abstentions=abstentions)
-    if not replies:
+    if not replies:  # no leaf has elements
         return votes, []
+    abstentions, votes = votes.abstentions, jax.tree.map(jnp.zeros_like, votes)
     tie, pair = unit_of(size), unit_of(size * plan.num_workers**2)
     totals = [in_units(x, tie, pair) for x in replies]
     # Without bucket_size all buckets have the same voters.
@@ -408,6 +398,7 @@ def count_votes(
         votes = votes._replace(unlike=unlike, pairs=total)
     abstained = plan.num_workers - jnp.min(num_present)
     votes = votes._replace(
+        parameters=jnp.float32(size),
         ties=jnp.minimum(ties.astype(jnp.float32) * 2**tie, jnp.float32(size)),
         abstained=abstained,
         abstentions=bits.add_count(abstentions, abstained),
