@@ -163,8 +163,8 @@ MUTANTS = r"""
 
 # exchange/matrices.py: muon contract
 = _turn: the momentum of a matrix moves where its mean is not known
-- jnp.where(known, saturated(n, rows.dtype), o)
-+ saturated(n, rows.dtype)
+- jnp.where(known, saturated(new, rows.dtype), old)
++ saturated(new, rows.dtype)
 
 = Hand.of: a matrix is as much work as it has elements
 - 4 * short**2 * long + 2 * short**3
@@ -182,13 +182,9 @@ MUTANTS = r"""
 - rows, 1, k, start, here
 + rows, 1, k, 0, here
 
-= Deal.split: slices of a leaf are joined in the order of their owners
-- sorted(some, key=lambda x: x[0])
-+ some
-
 = Deal.split: a leaf comes back by the order of its matrices' dimensions, and not by the inverse of it
-- one.order.index(d) for d
-+ one.order[d] for d
+- in_order.transpose(np.argsort(one.order))
++ in_order.transpose(one.order)
 
 = Deal.part_sizes: rows behind the last that an owner has are no padding
 - jnp.where(row < filled
@@ -199,16 +195,16 @@ MUTANTS = r"""
 + reshape(shards, deal.num_chunks, -1)
 
 = update_matrices: updates stay with the device that made them
-- kept[0] = wires.swapped(kept[0], deal.shared_by)
+- u = swap(u)
 + pass
 
 = _turn: one element that is not known makes its matrix so
-- update(jnp.where(known, x, 0), old)
-+ update(x, old)
+- update(jnp.where(known, x, 0), jax
++ update(x, jax
 
 = _turn: all matrices of a kind are the first
-- lax.dynamic_slice_in_dim(rows, first + t * hand.rows
-+ lax.dynamic_slice_in_dim(rows, first + 0 * t
+- first + t * hand.rows
++ first + 0 * t
 
 = _matrices: rows and columns are in the order of the leaf
 - not in taken], *taken)
@@ -308,7 +304,7 @@ MUTANTS = r"""
 + x / jnp.float32(lax.axis_size(tuple(sorted(of)))) if of else x
 
 # exchange/layout.py: tiles
-= to_shape: rows in the order of tiles come back as if they were in that of the leaf
+= rows_to_leaf: rows in the order of tiles come back as if they were in that of the leaf
 - x.reshape(-1, shape[-1] // ROW, SUBLANES, ROW).swapaxes(1, 2)
 + x.reshape(-1, SUBLANES, shape[-1] // ROW, ROW)
 

@@ -20,6 +20,7 @@ from lioncub_jax.exchange.layout import Flat
 from lioncub_jax.exchange.mapped import jitted_init, state_specs
 from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.boxes import find_nodes
 from lioncub_jax.mesh.placement import Workers, check_workers
 from lioncub_jax.mesh.specs import Specs, axes_of, product, shard_shape, stacked
 from lioncub_jax.programs.compiled import Collective, Operand
@@ -180,8 +181,7 @@ def _traced_update(
 
 def _filling(state: Any) -> float:
     """The empty share of all deals in a state."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Flat))
-    found = {x.bucket for x in nodes if isinstance(x, Flat) and isinstance(x.bucket, Deal)}
+    found = {x.bucket for x in find_nodes(state, Flat) if isinstance(x.bucket, Deal)}
     places = sum(deal.num_chunks * deal.rows_per_chunk * ROW for deal in found)
     elements = sum(run.number * run.size for deal in found for run in deal.pieces)
     return places / elements - 1 if elements else 0.0

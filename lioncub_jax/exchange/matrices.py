@@ -20,7 +20,7 @@ import itertools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -119,8 +119,7 @@ class Run(NamedTuple):
     """Equal slices of a leaf, one behind the other: some of its matrices, or one slice of another leaf.
 
     Attributes:
-      owner: whose they are.
-      first_row: where they begin, counted from the owner's first row.
+      first_row: where they begin, of the rows of a device.
       rows: of each slice on a device.
       number: how many.
       leaf: place of their leaf in the deal.
@@ -128,7 +127,6 @@ class Run(NamedTuple):
       size: elements of each.
     """
 
-    owner: int
     first_row: int
     rows: int
     number: int
@@ -182,10 +180,11 @@ class Deal(NamedTuple):
         """The rows of an owner in which its "matrices" may lie, slices of the "rest", or "" for either."""
         if which == "matrices":
             return slice(0, max(self.matrix_rows))
-        own = [run for run in self.pieces if not self.segments[run.leaf].rows]
-        ends = [run.first_row + run.rows for run in own]
-        rest = slice(min([run.first_row for run in own], default=0), max(ends, default=0))
-        return rest if which == "rest" else slice(0, self.rows)
+        if not which:
+            return slice(0, self.rows)
+        both = [x for x in zip(self.matrix_rows, self.filled, strict=True) if x[0] < x[1]]
+        first, end = zip(*both, strict=True) if both else ([0], [0])
+        return slice(min(first), max(end))
 
     def join(self, leaves: Any) -> jax.Array:
         """All of its leaves as ``float32[G rows, 128]``, zeros in the padding."""
@@ -193,41 +192,30 @@ class Deal(NamedTuple):
         for k, one in enumerate(self.segments):
             flat[k] = leaves[one.leaf].transpose(one.order).reshape(-1)
         for run in self.pieces:
-            first = run.owner * self.rows + run.first_row
-            parts.append(jnp.zeros((devices, first - at, ROW)))
+            parts.append(jnp.zeros((devices, run.first_row - at, ROW)))
             x = flat[run.leaf][run.start :][: run.number * run.size].astype(jnp.float32)
             missing = devices * run.rows * ROW - run.size
             x = jnp.pad(x.reshape(run.number, run.size), ((0, 0), (0, missing)))
-            parts.append(
-                x.reshape(run.number, devices, -1).swapaxes(0, 1).reshape(devices, -1, ROW)
-            )
-            at = first + run.number * run.rows
+            x = x.reshape(run.number, devices, -1).swapaxes(0, 1)
+            parts.append(x.reshape(devices, -1, ROW))
+            at = run.first_row + run.number * run.rows
         parts.append(jnp.zeros((devices, self.rows_per_chunk - at, ROW)))
         return jnp.concatenate(parts, 1).reshape(-1, ROW)
 
     def split(self, rows: jax.Array, num_steps: jax.Array | None = None) -> dict[int, jax.Array]:
-        """Undoes `join`, of ``[..., G rows, 128]``: leaves ``[..., *shape]`` by index."""
+        """Undoes `join`: each leaf by its index."""
         del num_steps  # which `BucketLayout.split` is given
-        lead, devices = rows.shape[:-2], self.num_chunks
-        sizes, at = [], 0  # split, and not sliced: the transpose joins all of them at once
-        for run in self.pieces:
-            first = run.owner * self.rows + run.first_row
-            sizes += [first - at, run.number * run.rows]
-            at = sum(sizes)
-        x = rows.reshape(*lead, devices, -1, ROW)
-        parts = lax.split(x, [*sizes, self.rows_per_chunk - at], x.ndim - 2)[1::2]
-        slices = defaultdict(list)
-        for run, part in zip(self.pieces, parts, strict=True):
-            part = part.reshape(*lead, devices, run.number, -1).swapaxes(-3, -2)
-            part = part.reshape(*lead, run.number, -1)[..., : run.size]
-            slices[run.leaf].append((run.start, part.reshape(*lead, -1)))
+        x, slices = rows.reshape(self.num_chunks, -1, ROW), defaultdict(list)
+        for run in self.pieces:  # those of a leaf in the order of its elements
+            part = x[:, run.first_row : run.first_row + run.number * run.rows]
+            part = part.reshape(self.num_chunks, run.number, -1).swapaxes(0, 1)
+            part = part.reshape(run.number, -1)[:, : run.size]
+            slices[run.leaf].append(part.reshape(-1))
         leaves = {}
-        for k, some in slices.items():
+        for k, own in slices.items():
             one = self.segments[k]
-            flat = jnp.concatenate([part for _, part in sorted(some, key=lambda x: x[0])], -1)
-            back = [len(lead) + one.order.index(d) for d in range(len(one.order))]
-            x = flat.reshape(*lead, *one.in_order)
-            leaves[one.leaf] = x.transpose(*range(len(lead)), *back)
+            in_order = jnp.concatenate(own).reshape(one.in_order)
+            leaves[one.leaf] = in_order.transpose(np.argsort(one.order))
         return leaves
 
     def part_sizes(self, device: jax.Array, padding_counts: bool = True) -> jax.Array:
@@ -237,10 +225,9 @@ class Deal(NamedTuple):
         sizes = jnp.where(row < filled, ROW, 0).reshape(-1).astype(jnp.int32)
         for run in self.pieces:
             if run.size < self.num_chunks * run.rows * ROW:
-                first = run.owner * self.rows + run.first_row
                 own = device * run.rows + jnp.arange(run.rows, dtype=jnp.int32)
                 own = jnp.tile(jnp.clip(run.size - own * ROW, 0, ROW), run.number)
-                sizes = sizes.at[first : first + len(own)].set(own)
+                sizes = sizes.at[run.first_row : run.first_row + len(own)].set(own)
         return sizes
 
 
@@ -367,32 +354,29 @@ def _deal(leaves: Sequence[Matrices], num_workers: int, each: int, group_size: i
             for k, some in itertools.groupby(own, key=lambda unit: unit[0]):
                 numbers = [number for _, number in some]
                 first, start = filled[owner], numbers[0] * size
-                pieces.append(Run(owner, first, rows, len(numbers), k, start, size))
+                pieces.append((owner, first, rows, len(numbers), k, start, size))
                 filled[owner] += rows * len(numbers)
         hands.append(hand._replace(rows=rows, numbers=tuple(counts), first_rows=tuple(first_rows)))
     matrix_rows = tuple(filled)
     rest = {k: math.prod(x.shape) for k, x in enumerate(leaves) if not x.rows}
-    level = _level(filled, [slice_rows(size, group_size) for size in rest.values()])
+    all_rows = sum(filled) + sum(slice_rows(size, group_size) for size in rest.values())
+    level = max(*filled, divide_up(all_rows, len(filled)))  # rows of the fullest owner
     for k, size in rest.items():
         start = 0
         while start < size:
             owner = next(o for o, n in enumerate(filled) if n < level)
             rows = min(level - filled[owner], slice_rows(size - start, group_size))
             here = min(rows * ROW * group_size, size - start)
-            pieces.append(Run(owner, filled[owner], rows, 1, k, start, here))
+            pieces.append((owner, filled[owner], rows, 1, k, start, here))
             start, filled[owner] = start + here, filled[owner] + rows
     rows = round_up(level, BLOCK // math.gcd(BLOCK, each))
     if each == 1 and num_workers * level <= SMALL:
         rows = whole_rows(level)
+    runs = [Run(owner * rows + first, *rest) for owner, first, *rest in sorted(pieces)]
     return Deal(
-        tuple(sorted(pieces)), tuple(hands), tuple(leaves), (), group_size, rows, tuple(filled),
+        tuple(runs), tuple(hands), tuple(leaves), (), group_size, rows, tuple(filled),
         matrix_rows, axes=(), moved=(),
     )  # fmt: skip
-
-
-def _level(filled: Sequence[int], rest: Sequence[int]) -> int:
-    """Rows of the fullest owner, once the rest lies in the holes."""
-    return max(*filled, divide_up(sum(filled) + sum(rest), len(filled)), 0)
 
 
 def _shares(found: dict[Hand, list[Any]], owners: int) -> dict[Hand, list[int]]:
@@ -448,60 +432,58 @@ def update_matrices(
       deal: of the leaves.
       state: arrays ``[rows, 128]`` of all these rows, and numbers.
     """
-    tree: Any
-    owner = worker
-    arrays, tree = jax.tree.flatten(state)
-    kept = [x.reshape(mean.shape) for x in arrays if x.ndim]
+    owner, state = worker, on_rows(lambda x: x.reshape(mean.shape), state)
     devices, mine = axes.workers_on(deal.shared_by), axes.worker_index(deal.shared_by)
+    swap = partial(wires.swapped, devices=deal.shared_by)
     if deal.whole:
-        owner, mean = worker * devices + mine, wires.swapped(mean, deal.shared_by)
+        owner, mean = worker * devices + mine, swap(mean)
     elif devices > 1:
-        mean, *kept = [wires.gathered_parts(x, deal.shared_by) for x in (mean, *kept)]
+        mean, state = on_rows(partial(wires.gathered_parts, devices=deal.shared_by), (mean, state))
 
-    batched: Any = tree.unflatten([0 if x.ndim else None for x in arrays])
+    along = jax.tree.map(lambda x: 0 if x.ndim else None, state)
     # Of one matrix; vmap sees to it that no counter depends on it.
-    each = jax.vmap(tx.update, in_axes=(0, batched), out_axes=(0, batched))
-
-    def update(x: jax.Array, kept: Iterable[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-        own = iter(kept)
-        u, new = each(x, tree.unflatten([widened(next(own)) if x.ndim else x for x in arrays]))
-        return u, jax.tree.leaves(new)
-
-    _, new = update(*jax.tree.map(lambda x: jnp.zeros((1, 1, 1), x.dtype), (mean, kept)))
-    kept = [axes.varying(jnp.zeros(mean.shape), (*axes.varying_axes(mean),)), *kept]
+    each = jax.vmap(tx.update, in_axes=(0, along), out_axes=(0, along))
+    _, counted = each(*on_rows(lambda x: jnp.zeros((1, 1, 1), widened(x).dtype), (mean, state)))
+    u = axes.varying(jnp.zeros(mean.shape), (*axes.varying_axes(mean),))
+    rows = u, state
     for hand in deal.hands:
         first, number = [jnp.array(x)[owner] for x in (hand.first_rows, hand.numbers)]
-        turn = partial(_turn, update, deal, hand, first, mean)
-        kept = lax.fori_loop(0, number, turn, kept)
+        turn = partial(_turn, each, deal, hand, first, mean)
+        rows = lax.fori_loop(0, number, turn, rows)
+    u, state = rows
     if deal.whole:
-        kept[0] = wires.swapped(kept[0], deal.shared_by)
+        u = swap(u)
     elif devices > 1:
-        kept = [lax.dynamic_index_in_dim(x, mine) for x in kept]
-    u, *kept = kept
-    rows = iter(kept)
-    new = [next(rows).reshape(x.shape) if x.ndim else y for x, y in zip(arrays, new, strict=True)]
-    return u, tree.unflatten(new)
+        u, state = on_rows(lambda x: lax.dynamic_index_in_dim(x, mine), (u, state))
+    new = jax.tree.map(lambda x, n: x.reshape(-1, ROW) if x.ndim else n, state, counted)
+    return u, new
+
+
+def on_rows(fn: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
+    """Of all arrays of rows or matrices in a tree ``fn``; counters as they are."""
+    return jax.tree.map(lambda x: fn(x) if x.ndim else x, tree)
 
 
 def _turn(
-    update: Any, deal: Deal, hand: Hand, first: jax.Array, mean: jax.Array, t: jax.Array,
-    kept: list[jax.Array],
-) -> list[jax.Array]:  # fmt: skip
-    """``u`` and the state of the matrix in turn, in the arrays of all rows."""
-    to_matrix = partial(whole, hand=hand, deal=deal)
+    update: Any, deal: Deal, hand: Hand, first: jax.Array, mean: jax.Array, t: jax.Array, rows: Any
+) -> Any:
+    """``u`` and the state, in the rows of all matrices, with those of the matrix in turn."""
+    to_matrix, at = partial(whole, hand=hand, deal=deal), first + t * hand.rows
 
     def cut(rows: jax.Array) -> jax.Array:
-        return lax.dynamic_slice_in_dim(rows, first + t * hand.rows, hand.rows, 1)
+        return lax.dynamic_slice_in_dim(rows, at, hand.rows, 1)
 
-    x, _, *old = [to_matrix(cut(rows))[None] for rows in (mean, *kept)]
-    known, results = jnp.isfinite(x), []
-    u, new = update(jnp.where(known, x, 0), old)
-    new = [u, *[y for y in new if y.ndim]]
-    for rows, n, o in zip(kept, new, (jnp.zeros_like(x), *old), strict=True):
-        n = jnp.where(known, saturated(n, rows.dtype), o)[0]
-        [back] = jax.linear_transpose(to_matrix, cut(rows))(n)
-        results.append(lax.dynamic_update_slice_in_dim(rows, back, first + t * hand.rows, 1))
-    return results
+    def put(rows: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+        if not rows.ndim:
+            return rows
+        new = jnp.where(known, saturated(new, rows.dtype), old)[0]
+        [back] = jax.linear_transpose(to_matrix, cut(rows))(new)
+        return lax.dynamic_update_slice_in_dim(rows, back, at, 1)
+
+    x, old = on_rows(lambda rows: to_matrix(cut(rows))[None], (mean, rows[1]))
+    known = jnp.isfinite(x)
+    new = update(jnp.where(known, x, 0), jax.tree.map(widened, old))
+    return jax.tree.map(put, rows, new, (jnp.zeros_like(x), old))
 
 
 def widened(x: jax.Array) -> jax.Array:

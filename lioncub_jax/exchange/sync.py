@@ -22,6 +22,7 @@ from lioncub_jax.exchange.layout import Flat
 from lioncub_jax.exchange.mapped import Holder, on_workers
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
+from lioncub_jax.mesh.boxes import find_nodes
 from lioncub_jax.mesh.placement import Workers, worker_axes
 from lioncub_jax.mesh.specs import StateSpecs, specs_in_step
 
@@ -242,12 +243,6 @@ def _variance_share(of_mean: jax.Array, mean: jax.Array) -> jax.Array:
 # --- The momentum
 
 
-def _group_parts(mu: optax.Params) -> list[Flat]:
-    """Parts of the momentum that a group shares; [] where each worker has whole leaves."""
-    nodes = jax.tree.leaves(mu, is_leaf=lambda x: isinstance(x, Flat))
-    return [x for x in nodes if isinstance(x, Flat)]
-
-
 def _momentum_of(state: optax.OptState) -> optax.Params:
     momenta = optax.tree.get_all_with_path(state, "mu", _of_a_worker)
     if not momenta:
@@ -273,7 +268,7 @@ def picks(mu: optax.Params, where: Any) -> optax.Params:
     """The mask as a tree of one bool for each leaf of the momentum."""
     if where is None:
         return jax.tree.map(lambda _: True, mu)
-    if _group_parts(mu):
+    if find_nodes(mu, Flat):  # which a group shares
         raise ValueError(
             "sync_where is given, and in two levels the momentum is in parts of many leaves at once: "
             "leave it out, or give Workers without a group"
