@@ -220,7 +220,8 @@ def owner_lion(
       quantizer: of gradients; ``error_feedback(midrise(3))`` by default; ``dense()`` for the exact mean.
 
     Returns:
-      A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
+      A transform whose ``update`` must run where the workers' axis is bound; so must ``init`` where
+      ``workers`` is a name.
 
     Example:
       >>> import lioncub_jax as lc
@@ -269,7 +270,8 @@ def owner_adamw(
         pass; see `communicate`. None for no limit.
 
     Returns:
-      A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
+      A transform whose ``update`` must run where the workers' axis is bound; so must ``init`` where
+      ``workers`` is a name.
 
     Raises:
       ValueError, TypeError: as `owner` and `lion_cub`; for an ``eps`` that is 0 in float32.
@@ -336,7 +338,8 @@ def owner_muon(
     All other arguments are those of ``optax.contrib.muon``.
 
     Returns:
-      A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
+      A transform whose ``update`` must run where the workers' axis is bound; so must ``init`` where
+      ``workers`` is a name.
 
     Raises:
       ValueError, TypeError: as `owner`.
@@ -440,7 +443,8 @@ def owner(
       bucket_size: as `communicate`.
 
     Returns:
-      A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
+      A transform whose ``update`` must run where the workers' axis is bound; so must ``init`` where
+      ``workers`` is a name.
 
     Raises:
       ValueError: as `communicate`; when traced, for a ``tx`` that mixes elements, uses parameters or

@@ -1,1 +1,1 @@
-"""Exchange of codes between workers; read `step` first, then the files in the order of the data."""
+"""Exchange of codes between workers; read `step` first, then `plan`."""

@@ -244,7 +244,8 @@ def run_matrices(
 def known_elements(mean: jax.Array, present: jax.Array, row_sizes: jax.Array | None) -> jax.Array:
     """``bool[rows, 128]``: elements of which there is a finite mean, padding left out."""
     known = jnp.isfinite(mean) & (present > 0)
-    if row_sizes is not None:  # else padding moves its row, and a checkpoint loses it
+    if row_sizes is not None:
+        # Without this, padding would move its row, and a checkpoint would lose it.
         known &= layout.real_elements(row_sizes)
     return known
 

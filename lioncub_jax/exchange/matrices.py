@@ -414,7 +414,7 @@ def cut_rows(rows: jax.Array, deal: Deal, which: str) -> jax.Array:
 
 
 def in_place(x: jax.Array, deal: Deal, which: str, each: int) -> jax.Array:
-    """Undoes `cut`, for ``each`` owners of a worker, with zeros elsewhere."""
+    """Undoes `cut_rows`, for ``each`` owners of a worker, with zeros elsewhere."""
     span = deal.span(which)
     x = x.reshape(each, span.stop - span.start, ROW)
     return jnp.pad(x, ((0, 0), (span.start, deal.rows - span.stop), (0, 0))).reshape(-1, ROW)

@@ -222,8 +222,8 @@ def update_state(
     abstain = checks.check_abstain(abstain, extra)
     updates = checks.check_update(updates, params, state.count, kept, axis, group)
     exchange = with_matrices(exchange, updates, specs)
-    # Results have the sharding of what they replace. An exchange is a pytree of its numbers, which go along
-    # as replicated arrays.
+    # Results have the sharding of what they replace. Of an exchange, which is a pytree, traced numbers go
+    # along as replicated arrays.
     args = exchange, updates, state, abstain
     in_step = specs_in_step((*axis, *group), updates, state)
     like = updates, state

@@ -17,8 +17,8 @@ Row j of a packed message, ``uint32[chunks, words]``, goes to the owner of chunk
 a worker may send any words, and has one vote.
 
 In the order of the file: messages and replies; wires; and the collectives in full precision, which are
-means and sums over the workers, and the gradients' and replies' way inside a group of devices. Sums over
-the shards of a leaf are in `mesh.axes`. Names by which `programs.watch` finds what is sent are those of
+means and sums over the workers, and the gradients' and replies' way inside a group of devices. What crosses
+the shards of a leaf is in `mesh.axes`. Names by which `programs.watch` finds what is sent are those of
 `programs.scopes`.
 """
 
@@ -293,7 +293,7 @@ def unpack_reply(words: jax.Array, fmt: Format) -> Reply:
 
 
 def concatenate(
-    size: Format,
+    fmt: Format,
     chunks: int,
     planes: Sequence[jax.Array],
     numbers: Sequence[jax.Array],
@@ -301,10 +301,10 @@ def concatenate(
 ) -> jax.Array:
     """Concatenates fields to ``uint32[chunks, words]``; a single number may be the same for all chunks."""
     row_words = 0 if row_data is None else row_data.size // chunks
-    if (len(planes), len(numbers), row_words) != (size.planes, size.numbers, size.row_words):
+    if (len(planes), len(numbers), row_words) != (fmt.planes, fmt.numbers, fmt.row_words):
         raise ValueError(
             f"a message or reply has {len(planes)} planes, {len(numbers)} numbers and {row_words} words of "
-            f"rows, and its size says {size.planes}, {size.numbers} and {size.row_words}: give what "
+            f"rows, and its format says {fmt.planes}, {fmt.numbers} and {fmt.row_words}: give what "
             "ReplyCodec.format or the Codec says (numbers of a reply: ties, present, and two for pairs)"
         )
     fields = [*planes]
@@ -313,17 +313,17 @@ def concatenate(
     if row_data is not None:
         fields.append(row_data)
     words = jnp.concatenate([x.reshape(chunks, -1) for x in fields], axis=1)
-    return jnp.pad(words, ((0, 0), (0, size.words - words.shape[1])))
+    return jnp.pad(words, ((0, 0), (0, fmt.words - words.shape[1])))
 
 
-def split(size: Format, words: jax.Array) -> tuple[list[jax.Array], jax.Array, Any]:
+def split(fmt: Format, words: jax.Array) -> tuple[list[jax.Array], jax.Array, Any]:
     """Undoes `concatenate`, of ``uint32[..., words]``: planes, single numbers, and data of rows or None."""
-    ends = [size.plane_words * (k + 1) for k in range(size.planes)]
+    ends = [fmt.plane_words * (k + 1) for k in range(fmt.planes)]
     *planes, rest = jnp.split(words, ends, axis=-1)
     row_data = None
-    if size.row_words:
-        row_data = rest[..., size.numbers : size.numbers + size.row_words]
-    return planes, rest[..., : size.numbers], row_data
+    if fmt.row_words:
+        row_data = rest[..., fmt.numbers : fmt.numbers + fmt.row_words]
+    return planes, rest[..., : fmt.numbers], row_data
 
 
 # --- Wires
@@ -540,7 +540,7 @@ def sum_of_floats(tree: Any, axis: Axes) -> Any:
 
 
 def max_over_workers(x: jax.Array, axis: Axes) -> jax.Array:
-    """The largest of a number over the workers: for scales that all of them share."""
+    """The largest of a number over the workers: for results of a mapped step."""
     with floats(x):
         return lax.pmax(x, axis)
 
@@ -631,9 +631,9 @@ def gathered_parts(part: jax.Array, devices: Axes) -> jax.Array:
     return lax.all_gather(part, devices, tiled=True)
 
 
-def from_group(replies: jax.Array, group: Axes) -> jax.Array:
-    """``uint32[...]`` of each device's part to ``uint32[group, ...]``, the same on the whole group."""
-    return lax.all_gather(replies, group, to="invarying")
+def from_group(part: jax.Array, group: Axes) -> jax.Array:
+    """``[...]`` of each device's part to ``[group, ...]``, the same on the whole group."""
+    return lax.all_gather(part, group, to="invarying")
 
 
 def from_one(words: jax.Array, source: jax.Array, axis: Axes) -> jax.Array:

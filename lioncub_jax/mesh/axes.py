@@ -2,7 +2,7 @@
 
 Types say it. Inside ``shard_map`` the type of an array names the mesh axes over which it varies: those
 of the workers, which vote, and inner axes (fsdp, tensor, expert), over which a worker's arrays are cut.
-Sums here are over the devices of one worker; what travels between workers is in `wires`.
+Sums and maxima here are over the devices of one worker; what travels between workers is in `wires`.
 """
 
 from collections.abc import Collection, Sequence

@@ -13,7 +13,7 @@ the package. Workers ``i = 0 .. W-1`` are the leading axis of arrays; `coding` h
   unlike, are ``(S**2 - n) / 2`` of the ``n (n - 1) / 2`` on an element; padding is left out.
 * **Local momentum.** Worker i encodes ``b1 mu_i + (1-b1) g_i`` and keeps ``b2 mu_i + (1-b2) g_i``.
 * **Momentum at the owner.** Worker i encodes ``g_i``, with error feedback ``x_i = g_i + e_i``, and keeps
-  ``e_i = x_i - decoded``, or a share of that. The mean of what is decoded goes into one Lion for all.
+  ``e_i = x_i - decoded``. The mean of what is decoded goes into one Lion for all.
   Its sign is the update; a zero takes the coin, unless the row is all zeros, padding left out, whose
   momentum stays 0. With nobody there, nothing changes; an element whose mean is not finite keeps its
   momentum, and its update is that of a zero.
