@@ -29,8 +29,6 @@ DECAYS = 0.1, 1.0  # decoupled, that tuning tries
 FOREVER = 2**30  # steps
 FULL, CODED = "in full precision", "in one bit"  # stages of 1-bit Adam
 WARMUP = round(0.15 * STEPS)  # of 1-bit Adam in a run of the lab
-# Methods that were at no loss that methods are ranked by in runs of 256 steps; their rows stay.
-GONE = "average", "owner-lion-rotated", "local-2-coded", "diloco"
 
 Schedule = Callable[[Any], Any]  # steps of a worker so far to a learning rate
 
@@ -393,7 +391,10 @@ REASONS: dict[str, Contender] = {
 }  # fmt: skip
 
 
-# Those that rows are of. Syncs in codes are gone from the library; deviations of losses are of theirs too.
+# Methods that are not ranked, although their rows stay. Those that are gone came to none of the losses that
+# methods are ranked by in runs of 256 steps. Those that were tried look for a reason, or had syncs in codes,
+# which are gone from the library; deviations of losses are of theirs too.
+GONE = "average", "owner-lion-rotated", "local-2-coded", "diloco"
 TRIED = *REASONS, "vote-sync-coded"
 
 

@@ -19,8 +19,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
-from oracle.coding import Votes, buffer_of, decoded_mean, levels, saturate, total, whole
+from oracle.coding import (
+    BFLOAT16_MAX,
+    ROW,
+    Codes,
+    Votes,
+    buffer_of,
+    decoded_mean,
+    quotient,
+    saturate,
+    total,
+)
 from oracle.lion import errors, fed_back, in_float32, simulator, takes_part
 
 
@@ -115,6 +126,50 @@ def qsgd(bits=4, seed=0, momentum=0.0):
         return buffer.split(jnp.where(known, mean, 0), g), present, {"mu": mu}
 
     return simulator(memory, step)
+
+
+# --- Levels and numbers at random
+
+
+def levels(p, seed):
+    """QSGD's: multiples of the largest magnitude of a row over s."""
+    s = 2 ** (p - 1) - 1
+
+    def encode(x, buffer, t):
+        step = jnp.minimum(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / s, BFLOAT16_MAX)
+        step = rounded_up(step)
+        step = jnp.where(step < 2.0**-126, 0, step)
+        most = jnp.minimum(s, jnp.floor(BFLOAT16_MAX / jnp.where(step > 0, step, 1)))
+        level = whole(quotient(x, step), buffer, t, seed)
+        return jnp.clip(level, -most, most), step
+
+    return Codes(lambda workers: s, encode)
+
+
+def rounded_up(x):
+    """To the next bfloat16 that is no smaller; ``x`` is not negative."""
+    near = lax.reduce_precision(x, 8, 7)
+    above = lax.bitcast_convert_type(near, jnp.uint32) + jnp.uint32(1 << 16)
+    return jnp.where(near < x, lax.bitcast_convert_type(above, jnp.float32), near)
+
+
+def whole(x, buffer, t, seed):
+    """One of the two whole numbers around each, at random, right on average."""
+    return jnp.floor(x + noise(buffer, len(x), t, seed))
+
+
+def noise(buffer, workers, t, seed):
+    """Uniform in [0, 1), from a key for each step, worker and leaf: ``float32[W, rows, 128]``."""
+
+    def of_worker(i):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), t), i)
+        drawn = [
+            jax.random.uniform(jax.random.fold_in(key, leaf), (buffer.rows[leaf], ROW))
+            for leaf in buffer.order
+        ]
+        return jnp.concatenate(drawn)
+
+    return jax.vmap(of_worker)(jnp.arange(workers, dtype=jnp.int32))
 
 
 def _f32(x):

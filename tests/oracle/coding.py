@@ -212,21 +212,6 @@ def dense(dtype=jnp.float32):
     return Codes(lambda workers: 0, encode)
 
 
-def levels(p, seed):
-    """QSGD's: multiples of the largest magnitude of a row over s."""
-    s = 2 ** (p - 1) - 1
-
-    def encode(x, buffer, t):
-        step = jnp.minimum(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / s, BFLOAT16_MAX)
-        step = rounded_up(step)
-        step = jnp.where(step < 2.0**-126, 0, step)
-        most = jnp.minimum(s, jnp.floor(BFLOAT16_MAX / jnp.where(step > 0, step, 1)))
-        level = whole(quotient(x, step), buffer, t, seed)
-        return jnp.clip(level, -most, most), step
-
-    return Codes(lambda workers: s, encode)
-
-
 def product(how, a, b):
     """In full float32, on chips too that round before they multiply."""
     return jnp.einsum(how, a, b, precision=lax.Precision.HIGHEST)
@@ -265,36 +250,10 @@ def to_bfloat16(x):
     return lax.reduce_precision(jnp.minimum(x, BFLOAT16_MAX), 8, 7)
 
 
-def rounded_up(x):
-    """To the next bfloat16 that is no smaller; ``x`` is not negative."""
-    near = lax.reduce_precision(x, 8, 7)
-    above = lax.bitcast_convert_type(near, jnp.uint32) + jnp.uint32(1 << 16)
-    return jnp.where(near < x, lax.bitcast_convert_type(above, jnp.float32), near)
-
-
 def quotient(x, unit):
     """``x / unit`` by an inverse, and 0 where the unit is 0; units above 2**126 have no normal inverse."""
     inverse = jnp.where(unit > 0, 1 / jnp.where(unit > 0, jnp.minimum(unit, 2.0**126), 1), 0)
     return x * inverse
-
-
-def whole(x, buffer, t, seed):
-    """One of the two whole numbers around each, at random, right on average."""
-    return jnp.floor(x + noise(buffer, len(x), t, seed))
-
-
-def noise(buffer, workers, t, seed):
-    """Uniform in [0, 1), from a key for each step, worker and leaf: ``float32[W, rows, 128]``."""
-
-    def of_worker(i):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), t), i)
-        drawn = [
-            jax.random.uniform(jax.random.fold_in(key, leaf), (buffer.rows[leaf], ROW))
-            for leaf in buffer.order
-        ]
-        return jnp.concatenate(drawn)
-
-    return jax.vmap(of_worker)(jnp.arange(workers, dtype=jnp.int32))
 
 
 def saturate(x, dtype):
