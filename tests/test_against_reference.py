@@ -1,4 +1,4 @@
-"""The library on a mesh against `reference`, bit for bit: what one page says is what devices do.
+"""The library on a mesh against the `oracle`, bit for bit: what one page says is what devices do.
 
 Gradients are small integers and the betas powers of two, so that the blend, the sums of magnitudes and
 the sums over workers are exact, however a compiler contracts or reorders them. Then codes, votes,

@@ -1,6 +1,6 @@
 """The oracle by itself: what must hold of any rule, however the library computes it.
 
-Every algorithm of `reference` stands in one table, and what is proved here of it need not be proved of the
+Every algorithm of `oracle` stands in one table, and what is proved here of it need not be proved of the
 library, which equals it bit for bit. Where a property holds on average only, steps are the sample: all
 elements of a step share the draw of which zeros cancel. The share of wins in a step lies between 0 and 1,
 so its mean over n steps has a standard deviation of at most 1 / (2 sqrt n), a binomial's, and five of them

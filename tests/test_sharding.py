@@ -1,6 +1,6 @@
 """Meshes of several axes: each device votes on its own shard or slice, and nothing else moves.
 
-Updates are compared with `reference`, which is run on every shard as on a tree of its own; gradients are
+Updates are compared with the `oracle`, which is run on every shard as on a tree of its own; gradients are
 small integers and betas powers of two, so that sums are exact. What travels is in test_accounting.py.
 """
 

@@ -349,7 +349,8 @@ def on_shards(
 ) -> Any:
     """Calls ``fn(*args)`` where every axis is manual, on each device's own shards.
 
-    What is no array, such as a name or a function of a component, comes as it is and is no operand of the program.
+    What is no array, such as a name or a function of a component, comes as it is and is no operand of the
+    program.
 
     Args:
       fn: takes and returns trees of arrays.
