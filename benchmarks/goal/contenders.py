@@ -392,8 +392,8 @@ REASONS: dict[str, Contender] = {
 
 
 # Methods that are not ranked, although their rows stay. Those that are gone came to none of the losses that
-# methods are ranked by in runs of 256 steps. Those that were tried look for a reason, or had syncs in codes,
-# which are gone from the library; deviations of losses are of theirs too.
+# methods are ranked by in runs of 256 steps. Those that were tried look for a reason, or have syncs in
+# codes, which the library had; deviations of losses are of theirs too.
 GONE = "average", "owner-lion-rotated", "local-2-coded", "diloco"
 TRIED = *REASONS, "vote-sync-coded"
 
