@@ -460,8 +460,8 @@ MUTANTS = r"""
 + t.astype(p.dtype)
 
 = _merge_parts: of whole numbers that the parts of a batch count the largest is told
-- jnp.sum(halves(x), 0, x.dtype)
-+ jnp.max(halves(x), 0)
+- jnp.sum(high_and_low(x), 0, x.dtype)
++ jnp.max(high_and_low(x), 0)
 
 = _in_parts: all parts of a batch, and all local steps, draw the same random numbers
 - tree.unflatten(each), jax.random.fold_in(rng, index))
@@ -705,7 +705,7 @@ MUTANTS = r"""
 + .eps) / 4
 
 # exchange/bits.py: training
-= of_halves: a sum beyond its dtype wraps
+= of_high_and_low: a sum beyond its dtype wraps
 - jnp.where(upper > most >> half, most, total)
 + total
 

@@ -99,6 +99,11 @@ def pack(codes: jax.Array, p: int = 1) -> list[jax.Array]:
     return planes_of(half_packed(codes, p), p)
 
 
+def sign_fields(x: jax.Array) -> jax.Array:
+    """Codes of two bits, ``uint32[...]``: positive, and not zero."""
+    return (x > 0).astype(jnp.uint32) | ((x != 0).astype(jnp.uint32) << 1)
+
+
 def half_packed(codes: jax.Array, p: int) -> Halves:
     """The first stage of `pack`: words with four bits each of the codes of eight rows.
 
@@ -660,16 +665,16 @@ def _is_float8(x: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
 
 
-def halves(x: jax.Array) -> jax.Array:
-    """Upper and lower bits of whole numbers, ``[..., 2]``, to add thousands of them; floats as they are."""
+def high_and_low(x: jax.Array) -> jax.Array:
+    """High and low bits of whole numbers, ``[..., 2]``, to add thousands of them; floats as they are."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     half = 4 * x.dtype.itemsize
     return jnp.stack([x >> half, x & (2**half - 1)], -1)
 
 
-def of_halves(sums: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Sums of `halves` as numbers; one beyond its dtype is the largest, or the least, that this holds."""
+def of_high_and_low(sums: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Sums of `high_and_low` as numbers; one beyond its dtype is the largest, or the least, of that."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return sums
     half, kind = 4 * dtype.itemsize, jnp.iinfo(dtype)

@@ -324,8 +324,7 @@ def sign() -> ReplyCodec:
 
     def encode(u: jax.Array, context: Context, error: tuple[()]) -> tuple[Any, ...]:
         u = context.in_chunks(zero_unknown(u))
-        fields = (u > 0).astype(jnp.uint32) | ((u != 0).astype(jnp.uint32) << 1)
-        positive, marks = bits.pack(fields, 2)
+        positive, marks = bits.pack(bits.sign_fields(u), 2)
         moved = bits.any_in_rows(marks, context.format.num_rows)
         ties = number_of_ties(~marks, moved, context)
         return [with_tie_bits(positive, ~marks, context)], moved, ties, error

@@ -158,7 +158,7 @@ def communicate(
         bucket_size=bucket_size,
     )  # fmt: skip
     tx = optax.GradientTransformationExtraArgs(
-        partial(init_state, exchange), partial(update_state, exchange)
+        partial(first_state, exchange), partial(update_state, exchange)
     )
     return on_workers(tx, workers)
 
@@ -189,7 +189,7 @@ def check_group(quantizer: Quantizer, codec: Codec) -> None:
 # --- Init and update
 
 
-def init_state(exchange: Exchange, params: optax.Params) -> CommunicateState:
+def first_state(exchange: Exchange, params: optax.Params) -> CommunicateState:
     """The state before the first step."""
     kept, group, owner = checks.check_leaves(params), exchange.group, ()
     if checks.stands_in(kept):

@@ -34,11 +34,17 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from lioncub_jax.exchange import bits, layout
-from lioncub_jax.exchange.bits import ROW, WORDS_PER_ROW, common_dtype, halves, of_halves
+from lioncub_jax.exchange.bits import (
+    ROW,
+    WORDS_PER_ROW,
+    common_dtype,
+    high_and_low,
+    of_high_and_low,
+)
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.programs.compilations import mark_vote
-from lioncub_jax.programs.scopes import floats, vote
+from lioncub_jax.programs.scopes import floats, sent_by_workers
 
 __all__ = ["Format", "Wire", "all_reduce", "counts", "gathered", "two_phase"]
 
@@ -359,7 +365,7 @@ class Wire(NamedTuple):
 @jax.named_scope("lioncub.up")
 def collect(wire: Wire, message: Message, fmt: Format, axis: Axes) -> Inbox | Sums:
     """Messages of all workers about the chunks on which this worker decides, or sums of all messages."""
-    with vote(axis):
+    with sent_by_workers(axis):
         return wire.collect(mark_vote(message), fmt, axis)
 
 
@@ -529,8 +535,8 @@ def mean_over_workers(
 
 def sum_over_workers(tree: optax.Updates, axis: Axes) -> optax.Updates:
     """Adds every leaf over the workers, for counts; one beyond its dtype is the largest that this holds."""
-    sums = lax.psum(jax.tree.map(halves, tree), axis)
-    return jax.tree.map(lambda total, x: of_halves(total, x.dtype), sums, tree)
+    sums = lax.psum(jax.tree.map(high_and_low, tree), axis)
+    return jax.tree.map(lambda total, x: of_high_and_low(total, x.dtype), sums, tree)
 
 
 def sum_of_floats(tree: Any, axis: Axes) -> Any:

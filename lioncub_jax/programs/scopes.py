@@ -15,7 +15,7 @@ BRANCH_BY_COUNT = re.compile(r"lioncub\.by_count/cond/branch_\d+")
 MEANT = re.compile(r'op_name="[^"]*lioncub\.(?:declared|floats((?:\.\d+)*))[^"]*"')
 
 
-def vote(axis: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
+def sent_by_workers(axis: tuple[str, ...]) -> contextlib.AbstractContextManager[None]:
     """Scope of what workers send, with their axes and the mesh; inside of "lioncub.up"."""
     sizes = ",".join(f"{n}:{k}" for n, k in jax.sharding.get_abstract_mesh().shape.items())
     return jax.named_scope(f"workers({','.join(axis)})of({sizes})")

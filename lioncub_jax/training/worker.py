@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import wires
-from lioncub_jax.exchange.bits import common_dtype, halves, of_halves
+from lioncub_jax.exchange.bits import common_dtype, high_and_low, of_high_and_low
 from lioncub_jax.exchange.checks import check_count
 from lioncub_jax.exchange.mapped import exchanging_state
 from lioncub_jax.mesh import axes
@@ -116,7 +116,7 @@ def _merge_parts(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return jnp.mean(x)
     x = as_count(x)
-    return of_halves(jnp.sum(halves(x), 0, x.dtype), x.dtype)
+    return of_high_and_low(jnp.sum(high_and_low(x), 0, x.dtype), x.dtype)
 
 
 def as_count(x: jax.Array) -> jax.Array:
