@@ -78,7 +78,7 @@ class Decision(NamedTuple):
       reply_codec: encodes the reply, and decodes it to ``u``.
       codec_of: the `Codec` of a `Quantizer` whose codes it takes; ``ValueError`` for one that has none.
       decide: ``(received, Context, state) -> (Reply, state)`` about the chunks of the context: one, or all
-        W if the wire is not ``sharded``. Received is an `Inbox` of all workers' messages, or ``Sums`` from
+        W if the wire is not ``sharded``. Received is an `Inbox` of all workers' messages, or `Sums` from
         a wire that adds. The reply is in the format of ``reply_codec``, with ``received.present``. If no
         worker is present, the state stays, but for counters.
       init: ``(float[rows, 128], deal) -> state`` of the owner of a chunk; ``deal`` of its leaves, if they
