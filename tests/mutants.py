@@ -34,7 +34,7 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.M)
 # "+" the mistake, nothing where code is left out.
 MUTANTS = r"""
 # exchange/transform.py: reference optimizer chains contract
-= with_counters: an owner's counter moves although no worker takes part
+= held_counters: an owner's counter moves although no worker takes part
 - n if n.ndim else jnp.where(present > 0, n, o)
 + n
 
@@ -60,7 +60,7 @@ MUTANTS = r"""
 + [reply]
 
 # exchange/step.py: reference optimizer chains contract quantize
-= store_errors: the error of a worker that abstains is forgotten
+= remember_errors: the error of a worker that abstains is forgotten
 - return errors
 + return [0 * error for error in errors]
 
@@ -81,7 +81,7 @@ MUTANTS = r"""
 - ~axes.any_over_shards(~xla.all_delayed_by(flags, words), plan.axis)
 + xla.all_delayed_by(flags, words)
 
-= store: padding in a chunk of a group keeps an error
+= remember: padding in a chunk of a group keeps an error
 - saturated(layout.zero_padding(x, plan.row_sizes[i]), leaves
 + saturated(x, leaves
 

@@ -32,8 +32,19 @@ def encode(quantizer, x, step, worker, *, workers):
     rows = layout.piece_to_rows(layout.join_piece([x], piece), piece)
     sizes = layout.row_sizes(bucket, [None])
     fmt = plan.message_format(codec, bucket)
-    here = plan.BucketPlan(bucket, fmt, fmt, 1, None, [piece], sizes)
-    own = plan.Plan((), workers, (here,), (), False, False, False, [None], worker, step)
+    here = plan.BucketPlan(
+        layout=bucket,
+        message=fmt,
+        reply=fmt,
+        num_shards=1,
+        deal=None,
+        pieces=[piece],
+        row_sizes=sizes,
+    )
+    own = plan.Plan(
+        axis=(), num_workers=workers, buckets=(here,), shared=(), for_tpu=False, padding_counts=False,
+        abstains_per_bucket=False, row_sizes=[None], worker=worker, num_steps=step,
+    )  # fmt: skip
     message = encode_bucket(codec, own, here, [jnp.uint32(0)], [rows])
     parts = rows.reshape(bucket.packed_chunks, -1, 128)
     planes = [x.reshape(len(parts), -1) for x in message.planes]

@@ -88,8 +88,9 @@ class Plan(NamedTuple):
       num_workers: W.
       buckets: in which its leaves travel; where ``shared`` is not empty, in which its parts of those
         buckets do: `step.step` is then given parts for leaves.
-      shared: in a group of devices, the buckets of whole leaves that the group shares; this device's part
-        of each is a leaf of ``buckets``. Likewise deals of whole matrices. () without either.
+      shared: in a group of devices, the buckets of whole leaves that the group shares, a first stage; this
+        device's part of number k is leaf k of ``buckets``, the second. Likewise deals of whole matrices. ()
+        without either.
       for_tpu: the program is one of TPUs, and leaves of whole tiles lie in their order.
       padding_counts: rows of nothing but padding have votes, or an owner's state.
       abstains_per_bucket: the worker abstains only from buckets with a value that is not finite.
@@ -204,21 +205,21 @@ def bucket_leaves(
 
     ``over``: for each leaf the mesh axes over which it varies.
     """
-    limit = exchange.bucket_size
+    size = exchange.bucket_size
     if not exchange.joins_leaves:
-        return (), layout.buckets(leaves, num_workers, limit, over)
+        return (), layout.buckets(leaves, num_workers, size, over)
     shared: Sequence[BucketLayout | Deal]
     if exchange.matrices is None:
-        shared = layout.buckets(leaves, devices, limit, over)
-        limit = None if limit is None else max(limit // devices, 1)
+        shared = layout.buckets(leaves, devices, size, over)
+        part_size = None if size is None else max(size // devices, 1)
     else:
         check_dealt(exchange, over, num_workers)
         whole, group = exchange.matrices, exchange.group
         shared = matrices.deals(leaves, over, whole, num_workers, group, devices)
-        limit = 1  # each travels by itself
+        part_size = 1  # so each travels by itself
     parts = [jax.ShapeDtypeStruct((x.rows_per_chunk, ROW), x.dtype) for x in shared]
     over = [x.axes for x in shared]
-    return shared, layout.buckets(parts, num_workers, limit, over)
+    return shared, layout.buckets(parts, num_workers, part_size, over)
 
 
 def check_dealt(exchange: Exchange, over: Sequence[Collection[str]], num_workers: int) -> None:

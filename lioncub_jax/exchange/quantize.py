@@ -124,13 +124,13 @@ class Codec(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Some rows, besides their values: of a piece that a worker encodes, or of what it decides on.
+    """Some rows, besides their values: of a bucket that a worker encodes, or of what it decides on.
 
     Attributes:
       codec: of the codes.
       format: of messages about a chunk: W, the largest code.
-      num_chunks: equal runs of rows, each packed by itself: of a piece as many as it has chunks, or 1; of a
-        decision 1 if each worker owns a chunk, W if every worker decides on all.
+      num_chunks: equal runs of rows, each packed by itself: of a bucket as many as it has chunks, or 1; of
+        a decision 1 if each worker owns a chunk, W if every worker decides on all.
       num_steps: ``int32[]``, steps taken before; the same on every worker.
       row_sizes: ``int32[rows]``, elements of each row that are no padding; None where all are, or where
         padding cannot count.

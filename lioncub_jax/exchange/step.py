@@ -5,35 +5,42 @@ its earlier codes. Its leaves lie in rows of 128 elements, and the rows are cut 
 the *owner* of chunk j, as of a shard of the optimizer's state in ZeRO-1. It may hold a state ``s_j`` and
 the error ``f_j`` of its earlier replies. A *codec* maps values to *codes*, integers from 0 to max_code:
 ``Q`` is that of the messages, and ``R`` that of the replies. The functions called here follow below or are
-in `wires`: *interpolate* is `piece_input`, *decide* the decision's own, *remember* is `store_errors` and
-`store`. The last column has the file of each formula.
+in `wires`; *decide* is the decision's own. The last column has the file of each formula.
 
     interpolate  c_i = b1 mu_i + (1 - b1) g_i                worker i            momentum.py
     encode       q_i = Q(c_i + e_i)                                              quantize.py
+    remember     e_i = c_i + e_i - dequantize(q_i)                               step.py
     collect      all-to-all: chunk j of q_i to owner j                           wires.py
     decide       u_j, s_j = decide(q_1, ..., q_W; s_j)       owner j             votes.py, decide.py
                  r_j = R(u_j + f_j)                                              votes.py, decide.py
                  f_j = u_j + f_j - dequantize(r_j)                               decide.py
     publish      all-gather of r_j                                               wires.py
     decode       u = dequantize(r_1, ..., r_W)               every worker        votes.py, decide.py
-    remember     e_i = c_i + e_i - dequantize(q_i)           worker i            step.py
-                 mu_i = b2 mu_i + (1 - b2) g_i                                   momentum.py
+    remember     mu_i = b2 mu_i + (1 - b2) g_i               worker i            momentum.py
 
-Votes are signed codes ``v_i = 2 q_i - max_code``, without scales or f_j. `majority` replies with
+`lion_cub` counts votes, so it has no e_i, s_j and f_j. `owner_adamw` runs Adam at the owners, so there is
+no mu_i, and c_i is g_i. `optimizers` says which components each method has.
+
+Votes are signed codes ``v_i = 2 q_i - max_code``, without scales. `majority` replies with
 ``sign(sum_i v_i)`` in one bit: a tie is a fair bit, the same everywhere. `ternary` replies in two bits: a
-tie is 0. `average` replies with the sum: ``u = sum_i v_i / (n max_code)`` of n voters. An optimizer ``tx``
-at the owners: ``u_j, s_j = tx(mean_i dequantize(q_i); s_j)``, and R has two bits by default. A later
-transform of the chain multiplies ``u`` by the negative learning rate.
+tie is 0. `average` replies with the sum: ``u = sum_i v_i / (n max_code)`` of the n workers that vote on a
+row. An optimizer ``tx`` at the owners: ``u_j, s_j = tx(mean_i dequantize(q_i); s_j)``, and R is
+``decide.codes(2)`` by default. A later transform of the chain multiplies ``u`` by the negative learning
+rate.
 
 Arrays of a bucket with the two-phase wire: N rows, padding included, of which a chunk has m = N / W. The
-column of votes holds for `majority`, that of values for replies of `codes(p)`.
+column of votes holds for `majority`, that of values for replies of ``decide.codes(p)``. Dense values are
+one plane of 64 or 128 words a row.
 
                  each plane                          row data of votes      row data of values
     message      uint32[4 N]                         uint32[N / 32]         scales bfloat16[N]
+    is sent as   uint32[W, words]: of each chunk its planes, one word that says whether the worker takes
+                 part, the row data, and padding to whole cache lines
     received     uint32[workers W, chunks 1, 4 m]    uint32[W, 1, m / 32]   scales float32[W, 1, m]
     reply        uint32[chunks 1, words 4 m]         uint32[1, m / 32]      uint32[1, m / 2]
+    is sent as   uint32[words]: planes, ties, workers that took part, pairs of votes, row data, padding
     replies      uint32[chunks W, words 4 m]         uint32[W, m / 32]      uint32[W, m / 2]
-    decoded      ``u`` of each piece, int32 or float32[devices 1, rows, 128]
+    decoded      ``u`` of each piece, float32[devices 1, rows, 128], or int32 of `ternary`
 
 Plane k has bit k of each code, and a word has the bits of 32 elements. The bit of a row is 1 where the
 worker votes on it; in a reply where the row moves. Replies of `codes(p)` have half of each row's scale, two
@@ -90,7 +97,7 @@ class PieceInput(NamedTuple):
       momentum: ``mu``, or None.
       error: ``e``, or None.
       direction: ``c``.
-      rows: ``c + e`` as ``float32[rows, 128]``.
+      values: ``c + e`` as ``float32[rows, 128]``.
     """
 
     piece: Piece
@@ -98,7 +105,7 @@ class PieceInput(NamedTuple):
     momentum: Any
     error: jax.Array | None
     direction: jax.Array
-    rows: jax.Array
+    values: jax.Array
 
 
 class StepResult(NamedTuple):
@@ -111,7 +118,7 @@ class StepResult(NamedTuple):
       error: likewise, ``e``.
       owner_states: for each bucket the next ``s`` and ``f`` of the rows on which this worker decides: of
         its chunk; of all rows if the wire is not ``sharded``. () for decisions without state. Counters
-        have moved even if no worker participates: `transform.with_counters` undoes that, once the count of
+        have moved even if no worker participates: `transform.held_counters` undoes that, once the count of
         workers present is replicated, as counters are.
       replies: for each bucket what its owners say, of which the statistics are read.
     """
@@ -152,11 +159,11 @@ def step(
     inputs, coded = [], []  # of each bucket
     starts = [first_blocks(plan, bucket) for bucket in plan.buckets]
     for bucket, own_starts in zip(plan.buckets, starts, strict=True):
-        own = [piece_input(plan, rule, piece, grads, mu, error) for piece in bucket.pieces]
+        own = [interpolate(plan, rule, piece, grads, mu, error) for piece in bucket.pieces]
         inputs.append(own)
-        coded.append(encode(codec, plan, bucket, own_starts, [x.rows for x in own]))
-    waits = any(x is not None for x in mu)
-    participates = participation(plan, coded, waits, abstain)
+        coded.append(encode(codec, plan, bucket, own_starts, [x.values for x in own]))
+    reuses_momentum = any(x is not None for x in mu)
+    participates = participation(plan, coded, reuses_momentum, abstain)
 
     updates: dict[int, jax.Array] = {}
     # A leaf without elements is in no bucket, and stays.
@@ -166,7 +173,9 @@ def step(
         message = addressed(coded[k], bucket.message, here)
         with jax.named_scope("lioncub.remember"):
             if inputs[k][0].error is not None:
-                store_errors(codec, plan, bucket, starts[k], inputs[k], coded[k], here, new_error)
+                remember_errors(
+                    codec, plan, bucket, starts[k], inputs[k], coded[k], here, new_error
+                )
                 message, new_error = xla.in_order(message, new_error)
         replies, owner_state = exchange_bucket(exchange, plan, bucket, message, owner_states[k])
         new_owner_states.append(owner_state)
@@ -179,7 +188,7 @@ def step(
                 continue
             with jax.named_scope("lioncub.remember"):
                 new = rule.update(x.gradient, x.momentum)
-                store(plan, x.piece, x.momentum, new, here, new_mu)
+                remember(plan, x.piece, x.momentum, new, here, new_mu)
     return StepResult(updates, new_mu, new_error, new_owner_states, all_replies)
 
 
@@ -205,10 +214,10 @@ def single_worker_step(
     owner_states: Sequence[optax.OptState],
     abstain: jax.Array | None,
 ) -> StepResult:
-    """``u = local_update(c)`` of votes, the sign for ours; ``u, s = tx(c + e, s)`` at an owner.
+    """Takes one step of a worker alone: ``u = sign(c)`` of votes; ``u, s = tx(c + e, s)`` at an owner.
 
-    To the latter the error of the owner's earlier replies is added, and none is left.
-    A worker with a value that is not finite abstains from all buckets.
+    To the latter the error ``f`` of its earlier replies is added, and no error is left. A worker with a
+    value that is not finite abstains from all buckets.
 
     Args:
       exchange: its components.
@@ -229,12 +238,12 @@ def single_worker_step(
     decided, new_owner_states = list(values), list(owner_states)
     if decision.decide_locally is not None:
         for k, bucket in enumerate(plan.buckets):
-            rows = bucket.layout.join(values)
+            mean = bucket.layout.join(values)
             context = decision_context(exchange.message_codec, plan, bucket, sharded=False)
-            rows, new_owner_states[k] = decision.decide_locally(
-                rows, present, context, owner_states[k]
+            u, new_owner_states[k] = decision.decide_locally(
+                mean, present, context, owner_states[k]
             )
-            for i, x in bucket.layout.split(rows).items():
+            for i, x in bucket.layout.split(u).items():
                 decided[i] = x
 
     updates, new_mu, new_error = {}, [], []
@@ -248,7 +257,8 @@ def single_worker_step(
         new_error.append(None if e is None else jnp.where(abstains, e, 0))
 
     present = axes.same_everywhere(present, axis)
-    reply = Reply((), None, jnp.zeros(1, jnp.uint32), (), present)
+    no_ties = jnp.zeros(1, jnp.uint32)
+    reply = Reply(planes=(), row_data=None, ties=no_ties, pairs=(), present=present)
     each = [reply] * len(plan.buckets)
     return StepResult(updates, new_mu, new_error, new_owner_states, each)
 
@@ -260,10 +270,38 @@ def plus_error(direction: jax.Array, error: jax.Array | None) -> jax.Array:
     return direction.astype(jnp.float32) + error.astype(jnp.float32)
 
 
+# --- Pieces of a bucket
+
+BLOCKS = -3  # the dimension of the blocks of what is half packed
+
+
+def first_blocks(plan: Plan, bucket: BucketPlan) -> list[jax.Array]:
+    """``uint32[]``, the block with which each piece of a bucket begins; see `xla`."""
+    return xla.runtime_constants([x.first_row // BLOCK for x in bucket.pieces], plan.num_steps)
+
+
+def concatenated(pieces: Sequence[Any], axis: int = 0) -> Any:
+    """Trees of arrays of each piece as one of a bucket."""
+    return jax.tree.map(lambda *each: jnp.concatenate(each, axis), *pieces)
+
+
+def cut(tree: Any, first: jax.Array, size: int, axis: int = 0) -> Any:
+    """What belongs to a piece, of a tree of arrays of its bucket: ``size`` places from ``first`` on."""
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, axis), tree)
+
+
+def codes_of_piece(coded: Coded, bucket: BucketPlan, start: jax.Array, rows: int) -> Coded:
+    """Those of the rows of a piece, from block ``start`` of its bucket on."""
+    if not bucket.layout.large:  # one piece
+        return coded
+    scales = cut(coded.scales, start * BLOCK, rows)
+    return coded._replace(scales=scales, halves=cut(coded.halves, start, rows // BLOCK, BLOCKS))
+
+
 # --- Interpolate and encode
 
 
-def piece_input(
+def interpolate(
     plan: Plan, rule: MomentumRule, piece: Piece, grads: Sequence[jax.Array], mu: Sequence[Any],
     error: Sequence[Any],
 ) -> PieceInput:  # fmt: skip
@@ -277,10 +315,10 @@ def piece_input(
             for x in (g, m, e):
                 in_rows.append(None if x is None else layout.piece_to_rows(x, piece))
             g_rows, m_rows, e_rows = xla.recomputed(in_rows)
-            rows = plus_error(rule.interpolate(g_rows, m_rows), e_rows).astype(jnp.float32)
+            values = plus_error(rule.interpolate(g_rows, m_rows), e_rows).astype(jnp.float32)
         else:
-            rows = layout.piece_to_rows(plus_error(c, e).astype(jnp.float32), piece)
-    return PieceInput(piece, g, m, e, direction=c, rows=rows)
+            values = layout.piece_to_rows(plus_error(c, e).astype(jnp.float32), piece)
+    return PieceInput(piece, g, m, e, direction=c, values=values)
 
 
 @jax.named_scope("lioncub.pack")
@@ -294,43 +332,35 @@ def encode(
         whole = whole._replace(leaf_mean=leaf_means(plan, bucket, inputs))
     # Functions of pieces are traced once for all large leaves of one shape.
     measure = jax.jit(codec.measure)
-    rows = codec.rows(joined([measure(x) for x in inputs]), whole)
+    rows = codec.rows(concatenated([measure(x) for x in inputs]), whole)
 
     @jax.jit
-    def half_packed(x: jax.Array, start: jax.Array, rows: Any) -> Any:
+    def packed_piece(x: jax.Array, start: jax.Array, rows: Any) -> Any:
         own = cut(rows, start * BLOCK, len(x))
         fields = codec.encode(x, own, whole)
         if codec.dense is not None:
             return fields
+        # One bit more than a code: not zero, or not finite, see `Codec.encode`.
         return bits.half_packed(whole.in_chunks(fields), bucket.message.planes + 1)
 
-    halves = [half_packed(x, start, rows) for x, start in zip(inputs, starts, strict=True)]
-    return codec.finish(joined(halves, -3 if codec.dense is None else 0), rows, whole)
+    packed = [packed_piece(x, start, rows) for x, start in zip(inputs, starts, strict=True)]
+    in_bucket = concatenated(packed, BLOCKS if codec.dense is None else 0)
+    return codec.finish(in_bucket, rows, whole)
 
 
-def joined(pieces: Sequence[Any], axis: int = 0) -> Any:
-    """Trees of arrays of each piece as one of a bucket."""
-    return jax.tree.map(lambda *each: jnp.concatenate(each, axis), *pieces)
-
-
-def cut(tree: Any, first: jax.Array, size: int, axis: int = 0) -> Any:
-    """What belongs to a piece, of a tree of arrays of its bucket: ``size`` places from ``first`` on."""
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, axis), tree)
-
-
-def bucket_context(codec: Codec, plan: Plan, bucket: BucketPlan, values: jax.Array) -> Context:
-    """Facts that the codec needs about the pieces of a bucket, whose values begin with ``values``."""
-    layout, sizes = bucket.layout, bucket.row_sizes
+def bucket_context(codec: Codec, plan: Plan, bucket: BucketPlan, after: jax.Array) -> Context:
+    """Facts that the codec needs about a bucket, whose first piece has the values ``after``."""
+    places, sizes = bucket.layout, bucket.row_sizes
     draw = bits.draw_signs(plan.num_steps, plan.worker, plan.num_workers)
     if plan.abstains_per_bucket:
         # Each bucket has its own copy, so that the first does not wait for the last gradient.
-        draw = [xla.delayed_by(x, values[0, 0]) for x in draw]
-    first_word = (layout.first_row + bucket.shard * layout.total_rows) * WORDS_PER_ROW
+        draw = [xla.delayed_by(x, after[0, 0]) for x in draw]
+    first_word = (places.first_row + bucket.shard * places.total_rows) * WORDS_PER_ROW
     rows = sum(piece.rows for piece in bucket.pieces)
     return Context(
         codec=codec,
         format=bucket.message,
-        num_chunks=layout.packed_chunks,
+        num_chunks=places.packed_chunks,
         num_steps=plan.num_steps,
         row_sizes=None if sizes is None else sizes[:rows],
         first_word=jnp.asarray(first_word, jnp.uint32),
@@ -359,7 +389,7 @@ def leaf_means(plan: Plan, bucket: BucketPlan, rows: Sequence[jax.Array]) -> jax
 
 
 def sums_of_leaves(x: jax.Array, piece: Piece) -> jax.Array:
-    """``float32[leaves, 2]``: sums of magnitudes, plain and times 2**-64, which do not overflow."""
+    """``float32[leaves, 2]``: sums of magnitudes, and times 2**-64, which hold where the first overflow."""
     magnitude = jnp.abs(x)
     by_row = xla.reduced([operator.add] * 2, [magnitude, magnitude * 2.0**-64], 1)
     each_row, sums = jnp.stack(by_row, -1), []
@@ -370,17 +400,18 @@ def sums_of_leaves(x: jax.Array, piece: Piece) -> jax.Array:
 
 
 def participation(
-    plan: Plan, coded: Sequence[Coded], waits: bool, abstain: jax.Array | None
+    plan: Plan, coded: Sequence[Coded], reuses_momentum: bool, abstain: jax.Array | None
 ) -> list[jax.Array]:
     """``bool[]`` for each bucket: all values are finite on all devices of the worker, and not ``abstain``.
 
     One flag for all buckets; or one for each, since a common flag would make the first bucket wait for the
-    last gradient. If it ``waits`` for the codes, momentum can be overwritten in place.
+    last gradient. Where momentum is overwritten in place, the flag depends on a word of the codes, for XLA
+    alone: see `xla.all_delayed_by`.
     """
 
     def participates(coded: Sequence[Coded]) -> jax.Array:
         abstains = jnp.zeros((), bool) if abstain is None else abstain
-        words = [x.planes[0][0] for x in coded] if waits else []
+        words = [x.planes[0][0] for x in coded] if reuses_momentum else []
         flags = [*[x.finite for x in coded], ~abstains]
         return ~axes.any_over_shards(~xla.all_delayed_by(flags, words), plan.axis)
 
@@ -415,11 +446,6 @@ def decision_context(codec: Codec, plan: Plan, bucket: BucketPlan, sharded: bool
 
 
 # --- Decode
-
-
-def first_blocks(plan: Plan, bucket: BucketPlan) -> list[jax.Array]:
-    """``uint32[]``, the block with which each piece of a bucket begins; see `xla`."""
-    return xla.runtime_constants([x.first_row // BLOCK for x in bucket.pieces], plan.num_steps)
 
 
 @jax.named_scope("lioncub.unpack")
@@ -468,16 +494,9 @@ def split_update(plan: Plan, piece: Piece, u: jax.Array) -> dict[int, jax.Array]
 
 # --- Remember
 #
-# These form c + e again, because x.rows would have to live from encode to the errors: that made temporaries
-# of `owner_adamw` 104 MB instead of 86 (a model of 20 arrays and width 768 on 8 CPU devices).
-
-
-def codes_of_piece(coded: Coded, bucket: BucketPlan, start: jax.Array, rows: int) -> Coded:
-    """Those of the rows of a piece, from block ``start`` of its bucket on."""
-    if not bucket.layout.large:  # one piece
-        return coded
-    scales = cut(coded.scales, start * BLOCK, rows)
-    return coded._replace(scales=scales, halves=cut(coded.halves, start, rows // BLOCK, -3))
+# These form c + e again, because `PieceInput.values` would have to live from encode to the errors: that
+# made temporaries of `owner_adamw` 104 MB instead of 86 (a model of 20 arrays and width 768 on 8 CPU
+# devices).
 
 
 def next_error(codec: Codec, coded: Coded, exact: jax.Array) -> jax.Array:
@@ -488,20 +507,20 @@ def next_error(codec: Codec, coded: Coded, exact: jax.Array) -> jax.Array:
     return exact - rows.reshape(exact.shape).astype(exact.dtype)
 
 
-def store_errors(
+def remember_errors(
     codec: Codec, plan: Plan, bucket: BucketPlan, starts: Sequence[jax.Array],
     inputs: Sequence[PieceInput], coded: Coded, participates: jax.Array, leaves: list[Any],
 ) -> None:  # fmt: skip
-    """Puts the new errors of a bucket into ``leaves``, as `store`: of large ones all in one branch."""
-    large, errors, directions = [], [], []
+    """Puts the new errors of a bucket into ``leaves``, as `remember`: of single ones all in one branch."""
+    single, errors, directions = [], [], []
     for x, start in zip(inputs, starts, strict=True):
         assert x.error is not None
         if x.piece.joined:
             own = codes_of_piece(coded, bucket, start, x.piece.rows)
             error = next_error(codec, own, plus_error(x.direction, x.error))
-            store(plan, x.piece, x.error, error, participates, leaves)
+            remember(plan, x.piece, x.error, error, participates, leaves)
             continue
-        large.append((x.piece, start))
+        single.append((x.piece, start))
         errors.append(xla.by_words(partial(layout.piece_to_rows, piece=x.piece), x.error))
         directions.append(x.direction)
 
@@ -519,27 +538,29 @@ def store_errors(
         made = next_error(codec, own, exact)
         return saturated(layout.zero_padding(made, sizes), error.dtype)
 
-    def new(errors: list[jax.Array], directions: list[jax.Array], coded: Coded) -> list[jax.Array]:
+    def updated(
+        errors: list[jax.Array], directions: list[jax.Array], coded: Coded
+    ) -> list[jax.Array]:
         made = []
-        for (piece, start), error, direction in zip(large, errors, directions, strict=True):
+        for (piece, start), error, direction in zip(single, errors, directions, strict=True):
             sizes = plan.row_sizes[piece.segments[0].leaf]
             if sizes is not None:  # rows that fill the chunks of all workers have none
                 sizes = layout.pad_rows(sizes, piece.rows)
             made.append(of_leaf(piece.kind, start, error, direction, coded, sizes))
         return made
 
-    def old(errors: list[jax.Array], directions: list[jax.Array], coded: Coded) -> list[jax.Array]:
+    def kept(errors: list[jax.Array], directions: list[jax.Array], coded: Coded) -> list[jax.Array]:
         return errors
 
-    if large:
-        errors = xla.chosen(participates, new, old, errors, directions, coded)
-    for (piece, _), error in zip(large, errors, strict=True):
+    if single:
+        errors = xla.chosen(participates, updated, kept, errors, directions, coded)
+    for (piece, _), error in zip(single, errors, strict=True):
         [segment] = piece.segments
         to_leaf = partial(layout.rows_to_leaf, segment=segment)
         leaves[segment.leaf] = xla.by_words(to_leaf, error)
 
 
-def store(
+def remember(
     plan: Plan, piece: Piece, old: jax.Array, new: jax.Array, participates: jax.Array,
     leaves: list[Any],
 ) -> None:  # fmt: skip

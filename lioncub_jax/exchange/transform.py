@@ -367,7 +367,7 @@ def next_state(
     owner = []
     if state.owner:
         for n, s, old in zip(num_present, result.owner_states, state.owner, strict=True):
-            owner.append(Flat(with_counters(n, s, old.value), old.bucket))
+            owner.append(Flat(held_counters(n, s, old.value), old.bucket))
     count = optax.safe_increment(state.count)
     return state._replace(count=count, owner=tuple(owner), votes=votes)
 
@@ -406,7 +406,7 @@ def count_votes(
     return votes, [num_present[k if plan.abstains_per_bucket else 0] for k in range(len(replies))]
 
 
-def with_counters(present: jax.Array, new: optax.OptState, old: optax.OptState) -> optax.OptState:
+def held_counters(present: jax.Array, new: optax.OptState, old: optax.OptState) -> optax.OptState:
     """An owner's state, with counters that move only if a worker participates.
 
     A counter has the type of a replicated value, and so has the number of workers present.
