@@ -323,13 +323,17 @@ def instruction(line: str) -> Instruction | None:
 def _of_interest(body: str) -> list[Instruction]:
     """Reads the lines that send something or call a computation."""
     instructions = []
-    for line in body.splitlines():
-        if any(word in line for word in _WORDS):
+    for line in body.splitlines() if _says(body) else ():  # of a few thousand, most say nothing
+        if _says(line):
             one = instruction(line)
             if one is None:
                 raise _unknown("what looks like a collective", line)
             instructions.append(one)
     return instructions
+
+
+def _says(text: str) -> bool:
+    return any(word in text for word in _WORDS)
 
 
 def _is_collective(one: Instruction) -> bool:
