@@ -222,7 +222,7 @@ class Workers:
         mapped = over(fn, in_specs=of_args)
         if self.inner or not typed:
             # JAX 0.10.2 cannot run a partly manual one eagerly.
-            mapped = jax.jit(mapped)
+            mapped = jax.jit(mapped, inline=True)
         if not shows:
             return mapped
         # JAX 0.10.2 gathers what is cut over explicit axes at the border of a partly manual region. So they
