@@ -322,7 +322,9 @@ def _leaf_to_rows(x: jax.Array, segment: Segment, rows: int) -> jax.Array:
     # In as few operations as can be: with hundreds of leaves it is they that a compiler works at.
     if segment.tiles:
         x = x.reshape(-1, SUBLANES, segment.shape[-1] // ROW, ROW).swapaxes(1, 2)
-    return pad_rows(x.reshape(-1), rows * ROW).reshape(rows, ROW)
+    if x.size < rows * ROW:
+        x = pad_rows(x.reshape(-1), rows * ROW)
+    return x.reshape(rows, ROW)
 
 
 def made_of_tiles(shape: tuple[int, ...]) -> bool:
@@ -367,8 +369,8 @@ def rows_to_leaf(x: jax.Array, segment: Segment) -> jax.Array:
     shape = segment.shape
     if x.shape == shape:
         return x
-    flat = x.reshape(-1)
-    x = flat if flat.size == segment.size else flat[: segment.size]
+    if x.size > segment.size:
+        x = lax.slice_in_dim(x.reshape(-1), 0, segment.size)
     if segment.tiles:
         x = x.reshape(-1, shape[-1] // ROW, SUBLANES, ROW).swapaxes(1, 2)
     return x.reshape(shape)
