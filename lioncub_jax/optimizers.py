@@ -370,7 +370,7 @@ def owner_muon(
 
     def labels(params: optax.Params) -> Any:
         each = matrices.matrices_of(muon_weight_dimension_numbers, params)
-        return jax.tree.unflatten(jax.tree.structure(params), [bool(one.rows) for one in each])
+        return jax.tree.unflatten(jax.tree.structure(params), [bool(one.row_dims) for one in each])
 
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     behind = {

@@ -190,7 +190,7 @@ MUTANTS = r"""
 - jnp.where(row < filled
 + jnp.where(row < self.rows + 0 * filled
 
-= whole: shards of a matrix in a group are taken for others
+= matrix_of: shards of a matrix in a group are taken for others
 - reshape(deal.num_chunks, shards, -1).swapaxes(0, 1)
 + reshape(shards, deal.num_chunks, -1)
 

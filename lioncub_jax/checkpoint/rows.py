@@ -53,7 +53,7 @@ class Rows(NamedTuple):
         _, part, *_ = *name.split("."), "", ""
         if self.deal is None or part not in ("matrices", "rest"):
             return self
-        mixed = {s.leaf for s in self.deal.segments if s.rows}
+        mixed = {s.leaf for s in self.deal.segments if s.row_dims}
         params = [x for x in self.params if (x[0] in mixed) == (part == "matrices")]
         return self._replace(part=part, params=tuple(params))
 
@@ -130,7 +130,7 @@ class Rows(NamedTuple):
 
     def _to_owners(self, x: jax.Array) -> jax.Array:
         """Rows of matrices from the devices that share them to those that own whole ones, and back."""
-        if not (self.deal and self.deal.whole and self.part == "matrices"):
+        if not (self.deal and self.deal.devices_own and self.part == "matrices"):
             return x
         return wires.swapped(x.reshape(self._each, -1, ROW), self.deal.shared_by).reshape(-1, ROW)
 

@@ -60,16 +60,16 @@ class Matrices(NamedTuple):
 
     Attributes:
       order: its dimensions: those of the batch, of the rows, and of the columns; of no matrix, as they are.
-      batch: how many are of the batch.
-      rows: how many are of the rows; 0 for no matrix.
+      batch_dims: how many are of the batch.
+      row_dims: how many are of the rows; 0 for no matrix.
       cuts: for each dimension, in that order, the inner axes that cut it.
       leaf: its index in the flattened tree; -1 before it is dealt.
       shape: of its shard; () before.
     """
 
     order: tuple[int, ...]
-    batch: int
-    rows: int
+    batch_dims: int
+    row_dims: int
     cuts: tuple[Cut, ...]
     leaf: int = -1
     shape: tuple[int, ...] = ()
@@ -106,10 +106,10 @@ class Hand(NamedTuple):
     @classmethod
     def of(cls, one: Matrices) -> "Hand":
         """The hand of the matrices of a leaf, and of others like them, before it is dealt."""
-        shape, cuts = one.in_order[one.batch :], one.cuts[one.batch :]
+        shape, cuts = one.in_order[one.batch_dims :], one.cuts[one.batch_dims :]
         each = zip(shape, cuts, strict=True)
         whole = tuple([n * math.prod([size for _, size in cut]) for n, cut in each])
-        matrix = math.prod(whole[: one.rows]), math.prod(whole[one.rows :])
+        matrix = math.prod(whole[: one.row_dims]), math.prod(whole[one.row_dims :])
         short, long = sorted(matrix)
         names = tuple([tuple([name for name, _ in cut]) for cut in cuts])
         return cls(4 * short**2 * long + 2 * short**3, matrix, whole, shape, names)
@@ -149,7 +149,7 @@ class Deal(NamedTuple):
       matrix_rows: likewise, how many of them hold matrices, which come first.
       axes: mesh axes over which the leaves vary.
       moved: the inner axes that cut matrices.
-      whole: True where each device of a worker is an owner.
+      devices_own: True where each device of a worker is an owner.
       dtype: float32.
     """
 
@@ -163,7 +163,7 @@ class Deal(NamedTuple):
     matrix_rows: tuple[int, ...]
     axes: tuple[str, ...]
     moved: Cut
-    whole: bool = False
+    devices_own: bool = False
     dtype: np.dtype[Any] = np.dtype(np.float32)
 
     @property
@@ -280,7 +280,7 @@ def _matrices(
 ) -> Matrices:
     if given is None:
         return Matrices(tuple(range(x.ndim)), 0, 0, ())
-    rows, columns = [(axes,) if isinstance(axes, int) else tuple(axes) for axes in given]
+    rows, columns = [(d,) if isinstance(d, int) else tuple(d) for d in given]
     taken = [d % max(x.ndim, 1) for d in (*rows, *columns)]
     if not (rows and columns and len({*taken}) == len(taken) <= x.ndim):
         raise ValueError(
@@ -321,20 +321,20 @@ def deals(
       (512, (512, 386), [(2, 1), (0, 1)])
     """
     groups: dict[tuple[tuple[str, ...], Cut], list[Matrices]] = {}
-    for i in sorted(range(len(leaves)), key=lambda i: not matrices[i].rows):
-        one, shape, axes = matrices[i], tuple(leaves[i].shape), tuple(sorted(over[i]))
-        moved = tuple(sorted({cut for cuts in one.cuts[one.batch :] for cut in cuts}))
-        if not one.rows:  # in the holes of matrices that vary alike
-            moved = next((moved for known, moved in groups if known == axes), ())
+    for i in sorted(range(len(leaves)), key=lambda i: not matrices[i].row_dims):
+        one, shape, varying = matrices[i], tuple(leaves[i].shape), tuple(sorted(over[i]))
+        moved = tuple(sorted({cut for cuts in one.cuts[one.batch_dims :] for cut in cuts}))
+        if not one.row_dims:  # in the holes of matrices that vary alike
+            moved = next((moved for known, moved in groups if known == varying), ())
         if math.prod(shape):
-            groups.setdefault((axes, moved), []).append(one._replace(leaf=i, shape=shape))
+            groups.setdefault((varying, moved), []).append(one._replace(leaf=i, shape=shape))
     dealt = []
-    for (axes, cut), own in groups.items():
+    for (varying, cut), own in groups.items():
         devices = group_size * math.prod([size for _, size in cut])
         shared, whole = [_deal(own, num_workers, each, group_size) for each in (1, devices)]
         fits = devices > 1 and devices * whole.rows <= WORTH * shared.rows
         best = whole if fits else shared
-        dealt.append(best._replace(axes=axes, moved=cut, group=group, whole=fits))
+        dealt.append(best._replace(axes=varying, moved=cut, group=group, devices_own=fits))
     return tuple(dealt)
 
 
@@ -342,8 +342,8 @@ def _deal(leaves: Sequence[Matrices], num_workers: int, each: int, group_size: i
     """A deal to ``each`` owners of every worker."""
     found: dict[Hand, list[tuple[int, int]]] = defaultdict(list)  # leaf and number of each matrix
     for k, one in enumerate(leaves):
-        if one.rows:
-            batch = math.prod(one.in_order[: one.batch])
+        if one.row_dims:
+            batch = math.prod(one.in_order[: one.batch_dims])
             found[Hand.of(one)] += [(k, number) for number in range(batch)]
     pieces, hands, filled = [], [], [0] * (num_workers * each)
     for hand, counts in _shares(found, len(filled)).items():
@@ -358,7 +358,7 @@ def _deal(leaves: Sequence[Matrices], num_workers: int, each: int, group_size: i
                 filled[owner] += rows * len(numbers)
         hands.append(hand._replace(rows=rows, numbers=tuple(counts), first_rows=tuple(first_rows)))
     matrix_rows = tuple(filled)
-    rest = {k: math.prod(x.shape) for k, x in enumerate(leaves) if not x.rows}
+    rest = {k: math.prod(x.shape) for k, x in enumerate(leaves) if not x.row_dims}
     all_rows = sum(filled) + sum(slice_rows(size, group_size) for size in rest.values())
     level = max(*filled, divide_up(all_rows, len(filled)))  # rows of the fullest owner
     for k, size in rest.items():
@@ -399,7 +399,7 @@ def slice_rows(size: int, group_size: int) -> int:
 # --- One matrix at a time
 
 
-def whole(parts: jax.Array, hand: Hand, deal: Deal) -> jax.Array:
+def matrix_of(parts: jax.Array, hand: Hand, deal: Deal) -> jax.Array:
     """A matrix ``[m, n]``, of what each device that shares it has: ``[devices, rows, 128]``."""
     inner = dict(deal.moved)
     shards = math.prod(inner.values())
@@ -435,7 +435,7 @@ def update_matrices(
     owner, state = worker, on_rows(lambda x: x.reshape(mean.shape), state)
     devices, mine = axes.workers_on(deal.shared_by), axes.worker_index(deal.shared_by)
     swap = partial(wires.swapped, devices=deal.shared_by)
-    if deal.whole:
+    if deal.devices_own:
         owner, mean = worker * devices + mine, swap(mean)
     elif devices > 1:
         mean, state = on_rows(partial(wires.gathered_parts, devices=deal.shared_by), (mean, state))
@@ -451,7 +451,7 @@ def update_matrices(
         turn = partial(_turn, each, deal, hand, first, mean)
         rows = lax.fori_loop(0, number, turn, rows)
     u, state = rows
-    if deal.whole:
+    if deal.devices_own:
         u = swap(u)
     elif devices > 1:
         u, state = on_rows(lambda x: lax.dynamic_index_in_dim(x, mine), (u, state))
@@ -468,7 +468,7 @@ def _turn(
     update: Any, deal: Deal, hand: Hand, first: jax.Array, mean: jax.Array, t: jax.Array, rows: Any
 ) -> Any:
     """``u`` and the state, in the rows of all matrices, with those of the matrix in turn."""
-    to_matrix, at = partial(whole, hand=hand, deal=deal), first + t * hand.rows
+    to_matrix, at = partial(matrix_of, hand=hand, deal=deal), first + t * hand.rows
 
     def cut(rows: jax.Array) -> jax.Array:
         return lax.dynamic_slice_in_dim(rows, at, hand.rows, 1)

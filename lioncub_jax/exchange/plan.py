@@ -233,7 +233,7 @@ def check_dealt(exchange: Exchange, over: Sequence[Collection[str]], num_workers
     sizes = jax.sharding.get_abstract_mesh().shape
     for varying, one in zip(over, exchange.matrices, strict=True):
         inner = {n for n in {*varying}.difference(exchange.axis, exchange.group) if sizes[n] > 1}
-        if one.rows and inner != {name for cut in one.cuts for name, _ in cut}:
+        if one.row_dims and inner != {name for cut in one.cuts for name, _ in cut}:
             raise ValueError(
                 f"matrices are cut over {sorted(inner)}, and here types do not say along which of their "
                 "dimensions: run the optimizer in lioncub_jax.map_step or make_train_step"
