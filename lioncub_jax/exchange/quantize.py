@@ -468,7 +468,7 @@ def mean_of_sums(
 
 def _signs(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
     # Of two bits, positive and not zero, a number has no (1, 0): it stands for what is not finite.
-    fields = (x > 0).astype(jnp.uint32) | ((x != 0).astype(jnp.uint32) << 1)
+    fields = bits.sign_fields(x)
     return jnp.where(jnp.isfinite(x), fields, 1)
 
 
