@@ -1,4 +1,17 @@
-"""Workarounds for XLA optimizations that cost time or memory here. None changes a value.
+"""Workarounds for XLA optimizations that cost time or memory here.
+
+None changes a value but `sum_of`, which may change the order of a sum.
+
+| take | where |
+|---|---|
+| `materialized` | XLA would compute an array again for each use of some of it |
+| `stored` | a reshape behind it would be fused with what makes a tree of words (CPU) |
+| `chosen` | likewise, and a flag chooses between two trees |
+| `recomputed` | XLA would store what is cheap to compute again |
+| `in_order` | errors must be there before a message is sent (GPU) |
+| `behind` | an array may be overwritten once a kernel has read it (CPU) |
+| `all_delayed_by` | likewise momentum, once all messages are made |
+| `delayed_by` | buckets would wait for each other, because their kernels share an operand |
 
 Each has its reason, seen with jax 0.10.2. ``benchmarks/compile_time.py`` and ``benchmarks/local_step.py``
 measure all of them together, on CPU or GPU.
