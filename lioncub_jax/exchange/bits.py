@@ -356,7 +356,7 @@ def any_in_rows(words: jax.Array, rows: int) -> jax.Array:
     """Row words of the rows with a bit in any element: ``uint32[..., 4 rows]`` to ``[..., blocks]``."""
     parts = []
     for x in _in_blocks(words, rows):
-        either = xla.folded(lax.bitwise_or, x)
+        either = lax.reduce_or(x, (x.ndim - 1,))
         if x.shape[-1] < ROW:
             n, bit = rows % BLOCK, BLOCK // 2
             while bit >= n:
@@ -492,7 +492,7 @@ def add_numbers(numbers: jax.Array, most: int) -> jax.Array:
     count = numbers.shape[-1]
     parts = divide_up(count, max((2**32 - 1) // most, 1))
     padded = jnp.pad(numbers, [(0, 0)] * (numbers.ndim - 1) + [(0, -count % parts)])
-    exact = xla.folded(lax.add, padded.reshape(*numbers.shape[:-1], parts, -1))
+    exact = jnp.sum(padded.reshape(*numbers.shape[:-1], parts, -1), -1, dtype=jnp.uint32)
     return jnp.sum(exact.astype(jnp.float32), -1)
 
 

@@ -240,7 +240,7 @@ def midrise(p: int) -> Quantizer:
         scale, _, is_voted, finite = rows
         halves = bits.half_with_zero_signs(halves, p, context.in_chunks(context.zero_signs))
         voted = bits.pack_rows(context.in_chunks(is_voted)).reshape(-1)
-        return Coded(_planes(halves, p), scale, voted, _all_of(finite), halves)
+        return Coded(_planes(halves, p), scale, voted, jnp.all(finite), halves)
 
     def num_codes(num_workers: int) -> int:
         return max_code
@@ -356,7 +356,7 @@ def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
         return bits.saturated(x, dtype).view(jnp.uint32).reshape(-1)
 
     def finish(words: jax.Array, rows: Rows, context: Context) -> Coded:
-        return Coded([words], None, None, _all_of(rows[0]))
+        return Coded([words], None, None, jnp.all(rows[0]))
 
     def decode(values: jax.Array, scales: jax.Array | None) -> jax.Array:
         values = values.astype(jnp.float32)
@@ -475,15 +475,11 @@ def _signs(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
 def _voted_signs(halves: Halves, rows: Rows, context: Context) -> Coded:
     positive, marks = _planes(halves, 2)
     assert context.zero_signs is not None
-    finite = xla.folded(lax.bitwise_or, positive & ~marks) == 0
+    finite = jnp.all(positive & ~marks == 0)
     planes = bits.with_zero_signs([positive], marks, context.zero_signs)
     words = context.in_chunks(marks)
     voted = bits.any_in_rows(words, words.shape[1] // bits.WORDS_PER_ROW)
     return Coded(planes, None, voted.reshape(-1), finite)
-
-
-def _all_of(flags: jax.Array) -> jax.Array:
-    return ~xla.folded(lax.bitwise_or, ~flags)
 
 
 def _with_flaws(codes: jax.Array, x: jax.Array, p: int) -> jax.Array:
@@ -492,7 +488,7 @@ def _with_flaws(codes: jax.Array, x: jax.Array, p: int) -> jax.Array:
 
 def _finite(halves: Halves, rows: Rows, context: Context) -> Coded:
     *codes, flaws = _planes(halves, context.format.planes + 1)
-    return Coded(codes, None, None, xla.folded(lax.bitwise_or, flaws) == 0)
+    return Coded(codes, None, None, jnp.all(flaws == 0))
 
 
 def _planes(halves: Halves, p: int) -> list[jax.Array]:

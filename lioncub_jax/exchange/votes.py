@@ -16,7 +16,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange import bits, xla
+from lioncub_jax.exchange import bits
 from lioncub_jax.exchange.bits import BLOCK, ROW
 from lioncub_jax.exchange.matrices import Deal, Matrices
 from lioncub_jax.exchange.quantize import Codec, Context, Quantizer
@@ -169,7 +169,7 @@ def number_of_ties(tied: jax.Array, moved: jax.Array | None, context: Context) -
         tied &= bits.over_rows(moved, context.format.num_rows)
     if context.row_sizes is not None:
         tied &= bits.pack(context.real())[0]
-    return xla.folded(lax.add, lax.population_count(tied))
+    return jnp.sum(lax.population_count(tied), axis=-1, dtype=jnp.uint32)
 
 
 def pairs_of_votes(counted: Tally, context: Context) -> tuple[jax.Array, jax.Array]:

@@ -49,18 +49,6 @@ def reduced(
     return list(lax.reduce(list(arrays), zeros, all_of, along))
 
 
-def folded(op: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-    """Reduces the last axis by an operation on whole numbers or bits, with neutral element 0.
-
-    On a CPU as two halves at once: of a single reduction XLA makes a tower of windows of 32 numbers, each
-    with kernels of its own, and it lets those of several results be.
-    """
-    if not for_cpu():
-        return lax.reduce(x, x.dtype.type(0), op, (x.ndim - 1,))
-    whole = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)])
-    return op(*reduced([op] * 2, jnp.split(whole, 2, -1), x.ndim - 1))
-
-
 def runtime_constants(numbers: Sequence[int], num_steps: jax.Array) -> list[jax.Array]:
     """``uint32[]`` each: the numbers, as values that XLA cannot fold into a kernel.
 
