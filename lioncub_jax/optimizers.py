@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -32,9 +31,9 @@ from lioncub_jax.exchange.checks import (
     check_betas,
     check_count,
     check_decay,
+    check_eps,
     check_floating,
     check_kinds,
-    check_number,
     check_rates,
 )
 from lioncub_jax.exchange.decide import Decision, ReplyCodec
@@ -401,12 +400,6 @@ def muon_of_matrix(
         return u * scale, state._replace(ns_coeffs=())
 
     return optax.GradientTransformation(init, update)
-
-
-def check_eps(eps: ArrayLike) -> None:
-    """Raises ``ValueError`` unless it is above 0 in float32."""
-    allowed = "give a number above 0 in float32, such as 1e-8"
-    check_number(f"eps={eps!r}", eps, lambda eps: bool(0 < np.float32(eps) < np.inf), allowed)
 
 
 def owner(

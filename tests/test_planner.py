@@ -502,6 +502,13 @@ def test_rates_are_read_in_the_letters_of_networks_where_they_are_clear(prefix):
             units.rate(text)
 
 
+def test_a_rate_that_is_not_read_is_shown_as_it_was_given():
+    assert units.rate("2 GB/S") == units.rate("2 Gbyte/s")
+    for text in ("x Gbps", "5 foos/s"):
+        with pytest.raises(ValueError, match=f"^rate '{text}': "):
+            units.rate(text)
+
+
 def test_numbers_are_plain_in_the_order_of_the_table_and_hold_no_infinity():
     plan = planner.plan(10**8, Cluster(32, SLOW.link), 0.1, tokens=32)
     read = json.loads(json.dumps(plan.numbers(), allow_nan=False))

@@ -38,13 +38,13 @@ from jax.typing import ArrayLike
 
 from lioncub_jax.baselines import compression
 from lioncub_jax.exchange import checks, decide, quantize, wires
-from lioncub_jax.exchange.checks import check_betas, check_count
+from lioncub_jax.exchange.checks import check_betas, check_count, check_eps
 from lioncub_jax.exchange.transform import CommunicateState
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers, worker_axes
 from lioncub_jax.mesh.specs import StateSpecs
-from lioncub_jax.optimizers import Mask, check_eps, descending, owner
+from lioncub_jax.optimizers import Mask, descending, owner
 from lioncub_jax.programs import scopes
 
 _wide = partial(optax.tree.cast, dtype=jnp.float32)

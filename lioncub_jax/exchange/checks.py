@@ -90,6 +90,12 @@ def check_betas(**betas: Any) -> None:
         check_number(f"{name}={beta!r}", beta, lambda beta: 0 <= beta < 1, allowed)
 
 
+def check_eps(eps: Any) -> None:
+    """Raises ``ValueError`` unless it is above 0 in float32."""
+    allowed = "give a number above 0 in float32, such as 1e-8"
+    check_number(f"eps={eps!r}", eps, lambda eps: bool(0 < np.float32(eps) < np.inf), allowed)
+
+
 def check_decay(b2: Any, mu_dtype: DTypeLike | None) -> None:
     """Raises ``ValueError`` for a dtype of momentum that is not floating, or cannot keep its decay.
 

@@ -264,7 +264,7 @@ def _place(leaves: Sequence[jax.Array], members: list[int], num_chunks: int) -> 
         size = math.prod(shape)
         rows = round_up(divide_up(size, ROW), 1 if is_small(index) else BLOCK)
         tiles = xla.for_tpu() and made_of_tiles(shape)
-        segments.append(Segment(index, shape, size, first, rows, tiles))
+        segments.append(Segment(index, shape, size, first_row=first, rows=rows, tiles=tiles))
         first += rows
     pieces = [Piece((s,), s.first_row, s.rows, (0,)) for s in segments if s.rows > SMALL]
     large, small = bool(pieces), segments[len(pieces) :]
@@ -276,7 +276,14 @@ def _place(leaves: Sequence[jax.Array], members: list[int], num_chunks: int) -> 
         starts = tuple(s.first_row - begin for s in small)
         pieces.append(Piece(tuple(small), begin, rows, starts))
     dtype = common_dtype(*{leaves[index].dtype for index in members})
-    return BucketLayout(tuple(pieces), large, 0, chunk, num_chunks, dtype)
+    return BucketLayout(
+        tuple(pieces),
+        large,
+        first_row=0,
+        rows_per_chunk=chunk,
+        num_chunks=num_chunks,
+        dtype=dtype,
+    )
 
 
 def pieces(bucket: BucketLayout, num_steps: jax.Array) -> list[Piece]:

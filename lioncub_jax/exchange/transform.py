@@ -245,10 +245,15 @@ def with_matrices(
 
 def zero_votes(exchange: Exchange) -> VoteCounts:
     """Zeros before the first step, each an array of its own: a training step donates them all."""
-    ties, parameters, unlike, pairs = [jnp.zeros((), jnp.float32) for _ in range(4)]
-    abstained, abstentions = [jnp.zeros((), jnp.int32) for _ in range(2)]
-    of_pairs = (unlike, pairs) if exchange.message_codec.counts_pairs else ((), ())
-    return VoteCounts(ties, parameters, abstained, abstentions, *of_pairs)
+    counts_pairs = exchange.message_codec.counts_pairs
+    return VoteCounts(
+        ties=jnp.zeros((), jnp.float32),
+        parameters=jnp.zeros((), jnp.float32),
+        abstained=jnp.zeros((), jnp.int32),
+        abstentions=jnp.zeros((), jnp.int32),
+        unlike=jnp.zeros((), jnp.float32) if counts_pairs else (),
+        pairs=jnp.zeros((), jnp.float32) if counts_pairs else (),
+    )
 
 
 def stand_ins(exchange: Exchange, params: optax.Params) -> tuple[Any, Any, Any]:

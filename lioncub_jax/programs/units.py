@@ -23,6 +23,7 @@ LARGEST = 1e15  # beyond it are typing errors, and from 2**53 on a float has no 
 _QUANTITY = re.compile(r"\s*([+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-z%]*)\s*", re.IGNORECASE)
 # Units of rates in few letters, which are read in these alone, behind a prefix.
 _SHORT = re.compile(r"(?<=[kKmMgGtT])(bps|Bps|B)$")
+_PER_SECOND = re.compile(r"/s$", re.IGNORECASE)
 
 
 class NotRead(ValueError, argparse.ArgumentTypeError):
@@ -46,10 +47,9 @@ def rate(text: str) -> float:
       >>> rate("100mbit"), rate("2 Gbyte/s")
       (100000000.0, 16000000000.0)
     """
-    long = _SHORT.sub(
-        lambda unit: "bit" if unit[0] == "bps" else "byte", text.strip().removesuffix("/s")
-    )
-    return _read("rate", long, RATES, "100mbit, 2.5gbit or 50mbyte (per second)")
+    unit = _PER_SECOND.sub("", text.strip())
+    spelled = _SHORT.sub(lambda short: "bit" if short[0] == "bps" else "byte", unit)
+    return _read("rate", text, RATES, "100mbit, 2.5gbit or 50mbyte (per second)", spelled)
 
 
 def seconds(text: str) -> float:
@@ -94,8 +94,10 @@ def count(text: str) -> int:
     return int(number)
 
 
-def _read(kind: str, text: str, units: dict[str, float], examples: str) -> float:
-    match = _QUANTITY.fullmatch(text)
+def _read(
+    kind: str, text: str, units: dict[str, float], examples: str, spelled: str | None = None
+) -> float:
+    match = _QUANTITY.fullmatch(text if spelled is None else spelled)
     if not match:
         raise NotRead(f"{kind} {text!r}: give a number and a unit, such as {examples}")
     scale = units.get(match[2].lower())

@@ -294,8 +294,9 @@ class Program:
         raw, origins, leaves = self.arguments.raw_keys, differ.Origins(), self.arguments.leaves
         rows = {i for i, x in enumerate(leaves) if x.role is Role.ROWS and x.dim == 0}
         for wanted in (raw, rows):  # by itself, because an array has one origin
-            given = [i if i in wanted else None for i in range(len(leaves))]
-            origins.results(self.closed.jaxpr, given)
+            if wanted:
+                given = [i if i in wanted else None for i in range(len(leaves))]
+                origins.results(self.closed.jaxpr, given)
         self.keys = self.arguments.keys | (raw & origins.keys)
         self.arguments.check_batch(self.results.returned(), self.keys)
         self._check_scans(rows & origins.scanned)
