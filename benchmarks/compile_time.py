@@ -4,10 +4,12 @@
 
 The step of a byte GPT, layers unrolled, on 8 CPU devices: loss, gradient and update, as a user compiles
 it. ``optax.lion`` and ``optax.adamw`` are ordinary data parallelism under ``jax.jit``: parameters on every
-device, the batch cut, XLA adds the gradients in float32. The others are steps of ``lc.make_train_step``,
-and each is divided by the optimizer of optax that it stands for. Each is traced, lowered and compiled in a
-process of its own, of shapes alone and with no cache on disk; methods take turns, and figures are the
-medians of the rounds. Trace seconds are Python's, to the jaxpr of the whole step;
+device, the batch cut, XLA adds the gradients in float32. Two trivial rivals send the same float32 gradients
+from inside a ``jax.shard_map``: "mapped" by one ``pmean`` of their tree, and "joined" as one array, which
+is what codes in one message are at least. The others are steps of ``lc.make_train_step``. Each is divided
+by the optimizer of optax that it stands for. Each is traced, lowered and compiled in a process of its own,
+of shapes alone and with no cache on disk; methods take turns, and figures are the medians of the rounds.
+Trace seconds are Python's, to the jaxpr of the whole step;
 lower seconds go from there to XLA's input; compile seconds are XLA's alone, and compile_cpu those that
 all cores spent on it, which other work on the machine lengthens less.
 """
@@ -24,12 +26,15 @@ import optax
 import report
 from aot import programs
 from aot.programs import ADAMW, LION
-from jax.sharding import AxisType
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 WORKERS, CONTEXT, HEADS, BYTES = 8, 32, 4, 256
+MAPPED, JOINED = "optax.lion, mapped", "optax.lion, joined"
 METHODS = {
-    LION: LION, "vote": "vote, 1 bit", "average": "average", "owner": "owner, 3 bits",
-    ADAMW: ADAMW, "owner_adamw": "owner_adamw",
+    LION: LION, MAPPED: MAPPED, JOINED: JOINED, "vote": "vote, 1 bit", "average": "average",
+    "owner": "owner, 3 bits", ADAMW: ADAMW, "owner_adamw": "owner_adamw",
 }  # fmt: skip
 PLAIN = {"owner_adamw": ADAMW, ADAMW: ADAMW}  # what a method is divided by, where it is not LION
 PARTS = ("trace", "lower", "compile", "together", "compile_cpu")
@@ -70,6 +75,35 @@ def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return scale * x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
 
 
+def mapped(model: programs.Model, mesh: Mesh, joined: bool) -> Any:
+    """The step of ``optax.lion`` in a ``shard_map``, with float32 gradients in one array if ``joined``."""
+    tx = optax.lion(1e-4)
+
+    def lay(tree: Any, spec: P) -> Any:
+        where = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
+
+    def on_worker(params: Any, state: Any, windows: jax.Array) -> Any:
+        own = jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying"), params)
+        value, grads = jax.value_and_grad(loss)(own, windows)
+        if joined:
+            row, to_tree = ravel_pytree(grads)
+            grads = to_tree(jax.lax.pmean(row, "data"))
+        else:
+            grads = jax.lax.pmean(grads, "data")
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, jax.lax.pmean(value, "data")
+
+    step = jax.shard_map(
+        on_worker, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=(P(), P(), P())
+    )
+    rows, length = model.windows
+    windows = jax.ShapeDtypeStruct((rows * mesh.size, length), jnp.int32)
+    state = jax.eval_shape(tx.init, model.params)
+    given = lay(model.params, P()), lay(state, P()), lay(windows, P("data"))
+    return jax.jit(step, donate_argnums=(0, 1)).lower(*given)
+
+
 def one(method: str, leaves: int, width: int) -> dict[str, float]:
     """Seconds of each part, in this process."""
     jax.config.update("jax_num_cpu_devices", WORKERS)
@@ -83,7 +117,10 @@ def one(method: str, leaves: int, width: int) -> dict[str, float]:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     start = time.perf_counter()
-    step, _ = programs.lowered(model, METHODS[method], mesh)
+    if method in (MAPPED, JOINED):
+        step = mapped(model, mesh, method == JOINED)
+    else:
+        step, _ = programs.lowered(model, METHODS[method], mesh)
     done, on_cores = time.perf_counter(), time.process_time()
     step.compile()
     spent["lower"] = done - start - spent["trace"]

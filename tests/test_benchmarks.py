@@ -28,7 +28,7 @@ def test_the_local_step_moves_every_parameter_by_the_learning_rate():
         assert (np.abs(moved - 1e-4) < off).mean() > 0.95, name
 
 
-@pytest.mark.parametrize("method", [compile_time.LION, "vote"])
+@pytest.mark.parametrize("method", [compile_time.LION, compile_time.JOINED, "vote"])
 def test_every_part_of_a_compilation_is_timed(method):
     seconds = compile_time.one(method, 12, 8)
     assert set(seconds) == set(compile_time.PARTS) and min(seconds.values()) > 0
