@@ -81,9 +81,9 @@ MUTANTS = r"""
 - ~axes.any_over_shards(~xla.all_delayed_by(flags, words), plan.axis)
 + xla.all_delayed_by(flags, words)
 
-= remember: padding in a chunk of a group keeps an error
-- saturated(layout.zero_padding(x, plan.row_sizes[i]), leaves
-+ saturated(x, leaves
+= remember_errors: padding in a chunk of a group keeps an error
+- saturated(layout.zero_padding(made, sizes), error.dtype)
++ saturated(made, error.dtype)
 
 # exchange/checks.py: bad_input contract
 = check_betas: a beta of 1 is let through

@@ -22,8 +22,9 @@ class MomentumRule(NamedTuple):
     """The direction that a worker sends, and the momentum that it keeps; built by `blend` and `nothing`.
 
     `interpolate` and `update` are two functions, because a worker that abstains must not update its
-    momentum, and because momentum is overwritten in place only after the direction was computed from it. A
-    number that may be traced is an argument of a ``jax.tree_util.Partial``, and so a leaf.
+    momentum, and because momentum is overwritten in place only after the direction was computed from it.
+    Both give zeros for zeros, because in a group of devices the rows of a part are padded by them. A number
+    that may be traced is an argument of a ``jax.tree_util.Partial``, and so a leaf.
 
     Attributes:
       init: ``params -> mu`` of each before the first step; None for each if nothing is kept.

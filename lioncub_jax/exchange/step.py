@@ -188,7 +188,7 @@ def step(
                 continue
             with jax.named_scope("lioncub.remember"):
                 new = rule.update(x.gradient, x.momentum)
-                remember(plan, x.piece, x.momentum, new, here, new_mu)
+                remember(x.piece, x.momentum, new, here, new_mu)
     return StepResult(updates, new_mu, new_error, new_owner_states, all_replies)
 
 
@@ -518,7 +518,7 @@ def remember_errors(
         if x.piece.joined:
             own = codes_of_piece(coded, bucket, start, x.piece.rows)
             error = next_error(codec, own, plus_error(x.direction, x.error))
-            remember(plan, x.piece, x.error, error, participates, leaves)
+            remember(x.piece, x.error, error, participates, leaves)
             continue
         single.append((x.piece, start))
         errors.append(xla.by_words(partial(layout.piece_to_rows, piece=x.piece), x.error))
@@ -561,9 +561,8 @@ def remember_errors(
 
 
 def remember(
-    plan: Plan, piece: Piece, old: jax.Array, new: jax.Array, participates: jax.Array,
-    leaves: list[Any],
-) -> None:  # fmt: skip
+    piece: Piece, old: jax.Array, new: jax.Array, participates: jax.Array, leaves: list[Any]
+) -> None:
     """Puts the new momentum (or error) of a piece into ``leaves``, where each keeps its dtype.
 
     It is the old one if the worker abstains. ``old`` and ``new`` are arrays of the piece.
@@ -573,4 +572,4 @@ def remember(
         dtype = dtypes.pop()
         new, old = saturated(new, dtype), old.astype(dtype)
     for i, x in layout.split_piece(jnp.where(participates, new, old), piece).items():
-        leaves[i] = saturated(layout.zero_padding(x, plan.row_sizes[i]), leaves[i].dtype)
+        leaves[i] = saturated(x, leaves[i].dtype)
