@@ -258,6 +258,16 @@ def test_owners_are_full_and_their_work_is_even_where_there_are_more_matrices(mo
         assert filling < 0.75
 
 
+@pytest.mark.parametrize(("count", "own"), [(8, True), (5, False), (1, False)])
+def test_devices_of_a_group_own_whole_matrices_where_that_sends_no_more(count, own):
+    """Of 2 workers of 4 devices: 5 matrices would send the rows of 8, where 3 a worker send those of 6."""
+    leaf = jnp.zeros((count, 128, 128))
+    found = matrices.matrices_of([Numbers(1, 2)], [leaf])
+    [deal] = matrices.deals([leaf], [()], found, 2, ("gpu",), 4)
+    assert deal.devices_own == own
+    assert deal.rows_per_chunk == 2 * -(-count // 2) * 128 // 4
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(
