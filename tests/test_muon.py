@@ -167,12 +167,13 @@ def pick(numbers, tree):
 CUT = {
     "matrix": (48, 32), "scanned": (4, 24, 48), "between": (16, 4, 24), "heads": (24, 4, 20),
     "embedding": (72, 20), "norm": (16,), "few": (40, 8), "experts": (4, 16, 12),
+    "last": (20, 12, 4),
 }  # fmt: skip
-CUT_NUMBERS = NUMBERS | {"few": Numbers(), "experts": Numbers(1, 2)}
+CUT_NUMBERS = NUMBERS | {"few": Numbers(), "experts": Numbers(1, 2), "last": Numbers(0, 1)}
 BOTH = {
     "matrix": P("fsdp"), "scanned": P(None, "fsdp", "tensor"), "between": P(None, "tensor", "fsdp"),
     "heads": P(None, "tensor"), "embedding": P("fsdp"), "norm": P(), "few": P(),
-    "experts": P("tensor", "fsdp"),
+    "experts": P("tensor", "fsdp"), "last": P("fsdp"),
 }  # fmt: skip
 ROWS = {name: P(*[x if x == "fsdp" else None for x in spec]) for name, spec in BOTH.items()}
 NONE = dict.fromkeys(CUT, P())
@@ -182,6 +183,8 @@ LAYOUTS = {
     "rows, more devices than matrices": ("data=2 fsdp=4", None, AxisType.Auto, ROWS),
     "a group": ("data=2 device=3", "device", AxisType.Auto, NONE),
     "a group and rows": ("data=2 device=2 fsdp=2", "device", AxisType.Auto, ROWS),
+    "a group of owners": ("data=2 device=2", "device", AxisType.Auto, NONE),
+    "rows, owners on each device": ("data=2 fsdp=2", None, AxisType.Auto, ROWS),
     "more workers than matrices": ("data=8", None, AxisType.Auto, {"matrix": P(), "norm": P()}),
 }  # fmt: skip
 
