@@ -206,6 +206,18 @@ def test_every_matrix_is_whole_at_one_owner_however_it_is_cut(layout):
     assert_same(updates, by_matrix(mixing(), means), rtol=1e-4, atol=1e-4)
 
 
+def test_a_mean_that_overflows_is_nothing_to_the_rest_of_its_matrix():
+    """The element stays, and the transform is given 0 for it."""
+    workers, specs = workers_on("data=2", None, AxisType.Auto), {"matrix": P()}
+    grads = {"matrix": np.ones((2, 2, 4, 6), np.float32)}
+    grads["matrix"][..., 1, 2] = 3e38
+    updates, _ = run_on_mesh({0: cheap(workers, **EXACT)}, workers, specs, grads)[0]
+    grads["matrix"][..., 1, 2] = 0
+    want = by_matrix(mixing(), jax.tree.map(lambda g: g.mean(1), grads))
+    want["matrix"][:, 1, 2] = 0
+    assert_same(updates, want, rtol=1e-5)
+
+
 @pytest.mark.parametrize("layout", ["rows and columns", "a group and rows"])
 def test_the_bytes_of_the_program_are_those_that_are_predicted(layout):
     sizes, group, kind, specs = LAYOUTS[layout]
