@@ -167,13 +167,13 @@ def pick(numbers, tree):
 CUT = {
     "matrix": (48, 32), "scanned": (4, 24, 48), "between": (16, 4, 24), "heads": (24, 4, 20),
     "embedding": (72, 20), "norm": (16,), "few": (40, 8), "experts": (4, 16, 12),
-    "last": (20, 12, 4),
+    "turned": (20, 4, 12),
 }  # fmt: skip
-CUT_NUMBERS = NUMBERS | {"few": Numbers(), "experts": Numbers(1, 2), "last": Numbers(0, 1)}
+CUT_NUMBERS = NUMBERS | {"few": Numbers(), "experts": Numbers(1, 2), "turned": Numbers(2, 0)}
 BOTH = {
     "matrix": P("fsdp"), "scanned": P(None, "fsdp", "tensor"), "between": P(None, "tensor", "fsdp"),
     "heads": P(None, "tensor"), "embedding": P("fsdp"), "norm": P(), "few": P(),
-    "experts": P("tensor", "fsdp"), "last": P("fsdp"),
+    "experts": P("tensor", "fsdp"), "turned": P("fsdp"),
 }  # fmt: skip
 ROWS = {name: P(*[x if x == "fsdp" else None for x in spec]) for name, spec in BOTH.items()}
 NONE = dict.fromkeys(CUT, P())
