@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import assert_same, scanned, workers_on
-from jax.sharding import AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -175,6 +175,19 @@ def test_the_bytes_of_the_program_are_those_that_are_predicted(name):
     inside = sum(x.sent_bytes for x in found if x.axes == ("tensor",)) - asked.group_bytes
     assert 0 <= inside <= 40 and all(x.axes in {("data",), ("tensor",)} for x in found)
     assert asked.parameters == 34 * 130 / 2 + 65 + 1
+
+
+@ALL
+def test_programs_of_all_platforms_send_the_same(name):
+    """Each has workarounds of its own, which a worker in shards must not trip over."""
+    sent = {}
+    for platform in ("cpu", "gpu", "tpu"):
+        device = AbstractDevice(device_kind=platform, num_cores=None, platform=platform)
+        mesh = AbstractMesh((WORKERS, 2), ("data", "tensor"), abstract_device=device)
+        workers = lc.Workers(mesh, "data")
+        asked = lc.audit.of(transform(name, workers), PARAMS, workers, specs=SPECS)
+        sent[platform] = asked.stages
+    assert len({*sent.values()}) == 1, sent
 
 
 # --- Whose the state is
