@@ -220,10 +220,6 @@ MUTANTS = r"""
 + rms * n**0.5
 
 # exchange/decide.py: muon contract
-= run_matrices: embeddings in the holes are taken for parts of matrices
-- jnp.where(known & of_matrix, mean, jnp.nan)
-+ jnp.where(known, mean, jnp.nan)
-
 = run_matrices: an owner takes the matrices of another
 - owners = context.worker * each + jnp.arange(each, dtype=jnp.int32)
 + owners = jnp.arange(each, dtype=jnp.int32)

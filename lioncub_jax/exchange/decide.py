@@ -229,7 +229,7 @@ def run_matrices(
     owners = context.worker * each + jnp.arange(each, dtype=jnp.int32)
     ends = jnp.array(deal.matrix_rows)[owners]
     of_matrix = (jnp.arange(deal.rows)[None] < ends[:, None]).reshape(-1, 1)
-    given = jnp.where(known & of_matrix, mean, jnp.nan)
+    given = jnp.where(known, mean, jnp.nan)
     given = matrices.cut_rows(given, deal, "matrices").reshape(each, -1, ROW)
     own, known_own = [matrices.cut_rows(x, deal, "rest") for x in (mean, known & ~of_matrix)]
 
