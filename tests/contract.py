@@ -179,13 +179,15 @@ def test_the_bytes_of_the_program_are_those_that_are_predicted(name):
 
 @ALL
 def test_programs_of_all_platforms_send_the_same(name):
-    """Each has workarounds of its own, which a worker in shards must not trip over."""
-    sent = {}
+    """Each has workarounds of its own, which must not trip over shards, whole tiles or a number alone."""
+    sizes = {"a": (65,), "b": (256, 512), "c": (256, 512), "d": ()}
+    params = {k: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for k, shape in sizes.items()}
+    specs, sent = {"a": P(), "b": P("tensor"), "c": P(), "d": P()}, {}
     for platform in ("cpu", "gpu", "tpu"):
         device = AbstractDevice(device_kind=platform, num_cores=None, platform=platform)
         mesh = AbstractMesh((WORKERS, 2), ("data", "tensor"), abstract_device=device)
         workers = lc.Workers(mesh, "data")
-        asked = lc.audit.of(transform(name, workers), PARAMS, workers, specs=SPECS)
+        asked = lc.audit.of(transform(name, workers), params, workers, specs=specs)
         sent[platform] = asked.stages
     assert len({*sent.values()}) == 1, sent
 

@@ -355,7 +355,7 @@ def lies_in_rows(piece: Piece) -> bool:
     if piece.joined:
         return True
     [s] = piece.segments
-    whole = s.tiles or len(s.shape) == 1 or s.shape[-1] == ROW
+    whole = s.tiles or len(s.shape) < 2 or s.shape[-1] == ROW
     return whole and s.size == piece.rows * ROW
 
 
