@@ -26,7 +26,7 @@ from lioncub_jax.exchange.bits import merge_over_workers
 from lioncub_jax.exchange.layout import Flat
 from lioncub_jax.exchange.mapped import Holder
 from lioncub_jax.exchange.matrices import Deal
-from lioncub_jax.mesh.checksum import sums_of_one_copy, untyped
+from lioncub_jax.mesh.checksum import checksums, untyped
 from lioncub_jax.mesh.hosts import is_key, key_words, put
 from lioncub_jax.mesh.placement import Workers, check_alive
 from lioncub_jax.mesh.specs import shard_shape, spec_of
@@ -319,7 +319,7 @@ def restored(
     leaves = read(places)
     rows = {name: saved[name].shape[0] for name, x in leaves.items() if x.ndim}
     if sums:
-        for name, words in sums_of_one_copy(leaves, rows).items():
+        for name, words in checksums(leaves, rows)()[0].items():
             if (words, leaves[name].dtype) != (sums[name], saved[name].dtype):
                 raise Damaged(f"{name} is not as it was written")
     for name, (leaf, entry) in wanted.items():

@@ -16,21 +16,22 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.mesh.hosts import gathered_arrays
 
-
-def checksums(arrays: dict[str, jax.Array]) -> Callable[[], tuple[dict[str, Any], dict[str, Any]]]:
+def checksums(
+    arrays: Mapping[str, jax.Array], rows: Mapping[str, int] | None = None
+) -> Callable[[], tuple[dict[str, Any], dict[str, Any]]]:
     """Begins to compute two words for each array, of which one wrong byte changes both.
 
     Args:
       arrays: by path, on one mesh, each with elements; of random keys their words.
+      rows: of an array that became longer, to be cut over a mesh, how many rows count.
 
     Returns:
       A function that waits for the devices and returns ``(sums, differ)``: for each path its two words, the
       same for an array that is cut otherwise; and for each array with copies that differ, the ids of two
       devices between which they do.
     """
-    begun = copies(arrays)
+    begun = copies(arrays, rows)
 
     def wait() -> tuple[dict[str, Any], dict[str, Any]]:
         sums, differ = {}, {}
@@ -45,35 +46,6 @@ def checksums(arrays: dict[str, jax.Array]) -> Callable[[], tuple[dict[str, Any]
     return wait
 
 
-def sums_of_one_copy(arrays: Mapping[str, jax.Array], rows: Mapping[str, int]) -> dict[str, Any]:
-    """`checksums` of one copy of each part of an array, for arrays whose copies are known to be equal.
-
-    Args:
-      arrays: by path; all processes call it.
-      rows: of an array that became longer, to be cut over a mesh, how many rows count.
-    """
-    begun: dict[str, list[jax.Array]] = {path: [] for path in arrays}
-    for path, x in arrays.items():
-        for shard in x.addressable_shards:
-            first = [at.start or 0 for at in shard.index]
-            count = max(0, rows[path] - first[0]) if path in rows else None
-            if shard.replica_id == 0:
-                start = np.uint32(int(np.dot(first, _strides(x.shape))) % 2**32)
-                begun[path].append(_of_rows(shard.data, start, x.shape, count))
-    each = [np.sum([[0, 0], *words], axis=0) for words in jax.device_get(list(begun.values()))]
-    total = gathered_arrays(np.array(each).astype(np.uint32).reshape(-1, 2)).reshape(
-        -1, len(each), 2
-    )
-    return {
-        path: (int(a), int(b)) for path, (a, b) in zip(arrays, total.sum(0) % 2**32, strict=True)
-    }
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _of_rows(x: jax.Array, start: Any, whole: tuple[int, ...], count: int | None) -> jax.Array:
-    return checksum(x if count is None else x[:count], start, whole)
-
-
 def host_checksum(x: np.ndarray) -> tuple[int, ...]:
     """The two words of an array of this host, computed there."""
     x = np.ascontiguousarray(x.astype(_in_bytes(x.dtype), copy=False)).reshape(-1)
@@ -83,7 +55,7 @@ def host_checksum(x: np.ndarray) -> tuple[int, ...]:
     except RuntimeError:  # JAX_PLATFORMS names none: an accelerator has the array for a moment
         cpu = None
     with jax.default_device(cpu):
-        return tuple(np.asarray(_of_rows(words, np.uint32(0), words.shape, None)).tolist())
+        return tuple(np.asarray(jax.jit(checksum)(words)).tolist())
 
 
 class Copies(NamedTuple):
@@ -100,11 +72,14 @@ class Copies(NamedTuple):
     mesh: Mesh
 
 
-def copies(arrays: dict[str, jax.Array]) -> Callable[[], dict[str, Copies]]:
+def copies(
+    arrays: Mapping[str, jax.Array], rows: Mapping[str, int] | None = None
+) -> Callable[[], dict[str, Copies]]:
     """Begins to compute checksums of what each device holds of each array; all processes call it.
 
     Args:
       arrays: as `checksums`.
+      rows: as `checksums`.
 
     Returns:
       A function that waits for the devices and has the checksums, in every process.
@@ -117,7 +92,10 @@ def copies(arrays: dict[str, jax.Array]) -> Callable[[], dict[str, Copies]]:
     shardings = [NamedSharding(mesh, spec) for spec in specs]
     plain = jax.device_put([arrays[path] for path in paths], shardings)
     with jax.set_mesh(mesh):  # whatever mesh the caller has set
-        each = [_device_checksums(*one) for one in zip(plain, shardings, strict=True)]
+        each = [
+            _device_checksums(x, lies, (rows or {}).get(path))
+            for path, x, lies in zip(paths, plain, shardings, strict=True)
+        ]
         # For every process.
         begun = jax.jit(jnp.stack, out_shardings=NamedSharding(mesh, P()))(each)
     starts = [_starts(lies, x.shape) for lies, x in zip(shardings, plain, strict=True)]
@@ -138,22 +116,25 @@ def untyped(mesh: Mesh) -> Mesh:
     return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _device_checksums(whole: jax.Array, sharding: NamedSharding) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _device_checksums(whole: jax.Array, sharding: NamedSharding, rows: int | None) -> jax.Array:
     """Sums over what each device holds of an array, ``uint32[devices, 2]``; compiled once for a shape."""
+    starts = _starts(sharding, whole.shape)
+    # Of its rows so many count.
+    own_rows = None if rows is None else rows - starts // math.prod(whole.shape[1:])
 
-    def of_device(own: Any, start: Any) -> jax.Array:
-        return checksum(own, start[0], whole.shape)[None]
+    def of_device(own: Any, start: Any, rows: Any) -> jax.Array:
+        return checksum(own, start[0], whole.shape, None if rows is None else rows[0])[None]
 
     every = P(sharding.mesh.axis_names)
     run = jax.shard_map(
         of_device,
         mesh=sharding.mesh,
-        in_specs=(sharding.spec, every),
+        in_specs=(sharding.spec, every, every),
         out_specs=every,
         check_vma=False,
     )
-    return run(whole, _starts(sharding, whole.shape).astype(np.uint32))
+    return run(whole, starts.astype(np.uint32), own_rows)
 
 
 @functools.cache
@@ -168,13 +149,16 @@ def _strides(shape: tuple[int, ...]) -> np.ndarray:
     return np.array([math.prod(shape[d + 1 :]) for d in range(len(shape))], int)
 
 
-def checksum(x: jax.Array, start: Any = 0, whole: tuple[int, ...] = ()) -> jax.Array:
+def checksum(
+    x: jax.Array, start: Any = 0, whole: tuple[int, ...] = (), rows: Any = None
+) -> jax.Array:
     """``uint32[2]``: sums over the elements of a hash of bits and place.
 
     Args:
       x: an array, or a shard of one.
       start: of a shard the number of its first element in the whole array.
       whole: of a shard the shape of that.
+      rows: how many of its rows count, below 1 for none; None for all.
     """
     words, k = to_words(x), max(1, x.dtype.itemsize // 4)
     whole = whole or x.shape
@@ -185,6 +169,9 @@ def checksum(x: jax.Array, start: Any = 0, whole: tuple[int, ...] = ()) -> jax.A
         index += place * jnp.uint32(stride % 2**32)
     # Both hashes are one to one in the bits, so that a change of one element cannot cancel.
     one = mix(words ^ (index + jnp.uint32(1)) * jnp.uint32(0x9E3779B1))
+    if rows is not None:
+        row = lax.broadcasted_iota(jnp.int32, words.shape, 0) // (len(words) // len(x))
+        one = jnp.where(row < rows, one, 0)
     other = (one ^ (one >> 15)) * jnp.uint32(0x2C1B3C6D)
     # One reduction of both: XLA's CPU takes six times as long for two.
     zeros, dims = (jnp.uint32(0),) * 2, range(words.ndim)
