@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax.exchange import wires
 from lioncub_jax.exchange.checks import check_count
 from lioncub_jax.mesh import axes, checksum
-from lioncub_jax.mesh.hosts import from_key_words, key_words
+from lioncub_jax.mesh.hosts import from_key_words, key_words, part_of_device
 from lioncub_jax.mesh.placement import Workers, check_workers
-from lioncub_jax.mesh.specs import axes_in, product
+from lioncub_jax.mesh.specs import axes_in
 
 
 class Difference(NamedTuple):
@@ -181,11 +181,8 @@ class Replicas:
 
     def _worker(self, device: int) -> int:
         """The number of the worker that a device, by its place in the mesh, belongs to."""
-        mesh, axis = self._workers.mesh, self._workers.axis
-        count = product(mesh.shape, axes.names(axis))
-        # Of a list of all workers, cut over them, a device holds its own number.
-        cut = NamedSharding(mesh, P(axis)).devices_indices_map((count,))
-        return cut[mesh.devices.flat[device]][0].start
+        mesh, axis = self._workers.mesh, axes.names(self._workers.axis)
+        return part_of_device(mesh, axis)[mesh.devices.flat[device]]
 
 
 def _copy_from(x: jax.Array, source: np.ndarray) -> jax.Array:

@@ -373,12 +373,18 @@ def who_differs(values: list[int]) -> tuple[int, int, str]:
 
 
 @functools.cache
-def parts_taken(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, frozenset[int]]:
-    """The parts into which axes of a mesh cut rows, by the process whose devices take them."""
-    taken: dict[int, set[int]] = {}
+def part_of_device(mesh: Mesh, axes: Axes) -> dict[jax.Device, int]:
+    """The part that each device takes, of those into which axes of a mesh cut rows."""
     slices: Any = NamedSharding(mesh, P(axes)).devices_indices_map((product(mesh.shape, axes),))
-    for device, (part,) in slices.items():
-        taken.setdefault(device.process_index, set()).add(part.start or 0)
+    return {device: part.start or 0 for device, (part,) in slices.items()}
+
+
+@functools.cache
+def parts_taken(mesh: Mesh, axes: Axes) -> dict[int, frozenset[int]]:
+    """The parts that its devices take, by the process."""
+    taken: dict[int, set[int]] = {}
+    for device, part in part_of_device(mesh, axes).items():
+        taken.setdefault(device.process_index, set()).add(part)
     return {process: frozenset(parts) for process, parts in taken.items()}
 
 

@@ -161,9 +161,8 @@ def _plan(args: argparse.Namespace) -> None:
 def _probe(args: argparse.Namespace) -> None:
     if args.distributed:
         lc.mesh.join()
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     target = args.step and partial(called, args.step)
-    measured = prober.probe(lc.Workers(mesh, "data"), target)
+    measured = prober.probe(lc.Workers.one_per_device(), target)
     if jax.process_index() == 0:
         if args.out:
             args.out.write_text(json.dumps(measured._asdict(), indent=2))

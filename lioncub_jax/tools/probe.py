@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.experimental import multihost_utils
 
 from lioncub_jax.exchange import bits
 from lioncub_jax.mesh.axes import AxisName
+from lioncub_jax.mesh.hosts import gathered_arrays
 from lioncub_jax.mesh.placement import Workers, check_workers
 from lioncub_jax.programs.compiled import SENT
 from lioncub_jax.programs.units import bytes_text, rate_text, seconds_text
@@ -120,7 +120,7 @@ def _seconds(run: Callable[[], Any]) -> float:
 
     once()
     own = statistics.median(once() for _ in range(REPEATS))
-    return float(np.max(multihost_utils.process_allgather(np.float64(own))))
+    return float(gathered_arrays(np.float64(own)).max())
 
 
 def _with_step(measured: Measured, workers: Workers, target: Target) -> Measured:
