@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 import lioncub_jax as lc
 from lioncub_jax.baselines import powersgd
 from lioncub_jax.checkpoint import Checkpoints, Damaged, files, portable, restore, stop_on_sigterm
-from lioncub_jax.checkpoint.names import named
+from lioncub_jax.checkpoint.convert import named
 from lioncub_jax.mesh.checksum import host_checksum
 from lioncub_jax.mesh.hosts import key_words
 

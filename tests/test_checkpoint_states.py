@@ -319,7 +319,7 @@ def one_gradient(params, model_state, batch, rng):
 
 
 def test_a_committed_checkpoint_is_read_whatever_classes_and_fields_are_called_now():
-    """A name that is in files stays there: who renames a field keeps it in `checkpoint.names`."""
+    """A name that is in files stays there: who renames a field keeps it in `checkpoint.convert`."""
     folder = Path(__file__).parent / "data" / "checkpoint"
     assert lc.Checkpoints(folder, workers=workers_in_groups("data=2 dev=2")).steps() == [2]
     for sizes in ("data=2 dev=2", "data=4 dev=2"):

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lioncub_jax.checkpoint.convert import entries, joined, leaves_in, types_in
-from lioncub_jax.checkpoint.names import named
+from lioncub_jax.checkpoint.convert import entries, joined, leaves_in, named, types_in
 from lioncub_jax.exchange.mapped import Holder
 from lioncub_jax.mesh.placement import Workers
 

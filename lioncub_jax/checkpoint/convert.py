@@ -18,9 +18,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 from orbax.checkpoint.tree import from_flat_dict
 
-from lioncub_jax.checkpoint.names import named
 from lioncub_jax.checkpoint.rows import Rows, spread
 from lioncub_jax.exchange.bits import merge_over_workers
 from lioncub_jax.exchange.layout import Flat
@@ -32,6 +32,8 @@ from lioncub_jax.mesh.placement import Workers, check_alive
 from lioncub_jax.mesh.specs import shard_shape, spec_of
 
 Leaves = Mapping[str, Any]
+# The field that flax's boxes have is no part of a name, so that a module and a plain tree read each other.
+_BOXED = GetAttrKey("value")
 
 
 class Damaged(ValueError):
@@ -128,6 +130,21 @@ def portable(state: Any, workers: Workers) -> dict[str, Any]:
     Source: this library; see `restore` for the way back.
     """
     return from_flat_dict(leaves_in(entries(state, workers)), sep=".")
+
+
+def named(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None, name: str = ""
+) -> list[tuple[str, Any]]:
+    """The leaves of a tree in their order, each with its name: keys, joined by dots.
+
+    Such as ``opt_state.0.mu.kernel``.
+    """
+    found = []
+    for path, leaf in tree_leaves_with_path(tree, is_leaf=is_leaf):
+        keys = tuple(key for key in path if key != _BOXED)
+        inner = keystr(keys, simple=True, separator=".")
+        found.append((".".join(filter(None, (name, inner))), leaf))
+    return found
 
 
 def leaves_in(found: list[Entry]) -> dict[str, jax.Array]:

@@ -20,8 +20,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.tree import from_flat_dict
 
-from lioncub_jax.checkpoint.convert import Damaged, Leaves, restored
-from lioncub_jax.checkpoint.names import named
+from lioncub_jax.checkpoint.convert import Damaged, Leaves, named, restored
 from lioncub_jax.mesh.checksum import host_checksum
 from lioncub_jax.mesh.placement import Workers
 
