@@ -9,7 +9,7 @@ inner axes are *explicit*: the type of every array says how it is cut.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -212,14 +212,14 @@ class Workers:
         if hidden:
             fn = _constrained(fn, restrict(out_specs, hidden))
         of_args, of_results = restrict((in_specs, out_specs), self.axes)
-        over = partial(
-            jax.shard_map,
+        mapped = jax.shard_map(
+            fn,
             mesh=None if shows else self.mesh,
+            in_specs=of_args,
             out_specs=of_results,
             axis_names=set(self.axes),
             check_vma=typed,
         )
-        mapped = over(fn, in_specs=of_args)
         if self.inner or not typed:
             # JAX 0.10.2 cannot run a partly manual one eagerly.
             mapped = jax.jit(mapped, inline=True)
@@ -363,11 +363,23 @@ def on_shards(
     Raises:
       ValueError: where inner axes are left to the compiler, which then would not say how leaves are cut.
     """
+    structure: Any
+    given, structure = jax.tree.flatten(args)
+    places = [i for i, x in enumerate(given) if isinstance(x, jax.Array)]
+    arrays = [given[i] for i in places]
+
+    def of_arrays(*arrays: jax.Array) -> Any:
+        both = list(given)
+        for i, x in zip(places, arrays, strict=True):
+            both[i] = x
+        return fn(*structure.unflatten(both))
+
     mesh = jax.sharding.get_abstract_mesh()
     free = tuple(n for n in mesh.axis_names if n not in mesh.manual_axes)
     asked = any(mesh.shape[n] > 1 or n == FREE for n in free)
     if specs is not None and asked and not mesh_axes.tracked(mesh.manual_axes):
-        return _on_typed_shards(fn, args, like, specs, free)
+        each = jax.tree.leaves(jax.tree.broadcast(specs, args))
+        return _on_typed_shards(of_arrays, arrays, like, [each[i] for i in places], free)
     inner = mesh.explicit_axes
     hidden = [n for n in mesh.auto_axes if mesh.shape[n] > 1]
     if hidden:
@@ -378,16 +390,7 @@ def on_shards(
         )
     if not inner:
         return fn(*args)
-    structure: Any
-    given, structure = jax.tree.flatten(args)
-    arrays = [x for x in given if isinstance(x, jax.Array)]
     in_specs = tuple(restrict(jax.typeof(x).sharding.spec, inner) for x in arrays)
-
-    def of_arrays(*arrays: jax.Array) -> Any:
-        rest = iter(arrays)
-        both = [next(rest) if isinstance(x, jax.Array) else x for x in given]
-        return fn(*structure.unflatten(both))
-
     over = partial(jax.shard_map, in_specs=in_specs, axis_names=set(inner))
     if like is None:
         probe = over(lambda *arrays: Static(by_type(of_arrays(*arrays), inner)), out_specs=P())
@@ -398,33 +401,31 @@ def on_shards(
 
 
 def _on_typed_shards(
-    fn: Callable[..., Any], args: Any, like: Any, specs: Specs, axes: tuple[str, ...]
+    fn: Callable[..., Any],
+    arrays: Sequence[jax.Array],
+    like: Any,
+    specs: Sequence[P],
+    axes: tuple[str, ...],
 ) -> Any:
     """`on_shards` in a ``shard_map`` without types, in one with types over the other axes.
 
     Types of what comes from outside say nothing about the workers, so it is cast as the specs say; results
     that vary over the workers leave without a type.
     """
-    structure: Any
-    given, structure = jax.tree.flatten(args)
-    places = [i for i, x in enumerate(given) if isinstance(x, jax.Array)]
     taken = jax.sharding.get_abstract_mesh().manual_axes
-    in_specs, own = {}, {}
-    for i, spec in enumerate(jax.tree.leaves(jax.tree.broadcast(specs, args))):
+    in_specs, own = [], []
+    for spec in specs:
         first = axes_of(spec[0]) if len(spec) else ()
-        own[i] = tuple(n for n in first if n in taken)
-        in_specs[i] = shortened(P(*spec[1:]) if own[i] else spec, axes)
+        own.append(tuple(n for n in first if n in taken))
+        in_specs.append(shortened(P(*spec[1:]) if own[-1] else spec, axes))
 
-    def of_arrays(*arrays: jax.Array) -> Any:
-        both = list(given)
-        for i, x in zip(places, arrays, strict=True):
-            both[i] = mesh_axes.varying(x, own[i])
-        return fn(*structure.unflatten(both))
+    def of_cast(*arrays: jax.Array) -> Any:
+        return fn(*map(mesh_axes.varying, arrays, own))
 
-    by_array = {id(given[i]): in_specs[i] for i in places}
+    by_array = {id(x): spec for x, spec in zip(arrays, in_specs, strict=True)}
     out_specs = jax.tree.map(lambda x: by_array[id(x)], like)
-    over = partial(jax.shard_map, in_specs=tuple(in_specs[i] for i in places), axis_names=set(axes))
-    return jax.tree.map(_untyped, over(of_arrays, out_specs=out_specs)(*[given[i] for i in places]))
+    over = partial(jax.shard_map, in_specs=tuple(in_specs), axis_names=set(axes))
+    return jax.tree.map(_untyped, over(of_cast, out_specs=out_specs)(*arrays))
 
 
 def _untyped(x: jax.Array) -> jax.Array:
