@@ -729,7 +729,7 @@ MUTANTS = r"""
 
 # audit/predicted.py: contract accounting house
 = _collective: what a worker cuts is counted whole
-- shard_shape(x.shape, x.sharding.spec, mesh.shape)
+- NamedSharding(mesh, x.sharding.spec).shard_shape(x.shape)
 + x.shape
 
 = of: of the ways that a step can go the last is the usual one

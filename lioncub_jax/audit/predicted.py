@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange.bits import ROW
@@ -22,7 +23,7 @@ from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.boxes import find_nodes
 from lioncub_jax.mesh.placement import Workers, check_workers
-from lioncub_jax.mesh.specs import Specs, axes_of, product, shard_shape, stacked
+from lioncub_jax.mesh.specs import Specs, axes_of, product, stacked
 from lioncub_jax.programs.compiled import Collective, Operand
 from lioncub_jax.training.differ import Differences, named_axes
 from lioncub_jax.training.modules import check_split
@@ -121,7 +122,7 @@ def of(
     usual = ways[sent.index(min(sent))]
     elements = 0
     for x, spec in zip(jax.tree.leaves(shapes), jax.tree.leaves(cut), strict=True):
-        elements += math.prod(shard_shape(x.shape, spec, workers.mesh.shape))
+        elements += math.prod(NamedSharding(workers.mesh, spec).shard_shape(x.shape))
     count = product(workers.mesh.shape, axes.names(workers.axis))
     return Traffic(
         num_workers=count,
@@ -236,7 +237,8 @@ def _collective(op: str, step: JaxprEqn, workers: Workers, times: int) -> Collec
     for var in step.invars:
         x: Any = var.aval
         dtype = "f32" if widened and x.dtype == jnp.bfloat16 else _hlo_name(x.dtype)
-        operands.append(Operand(dtype, shard_shape(x.shape, x.sharding.spec, mesh.shape)))
+        local = NamedSharding(mesh, x.sharding.spec).shard_shape(x.shape)
+        operands.append(Operand(dtype, local))
     return Collective(op, tuple(operands), over, size, times)
 
 

@@ -29,7 +29,7 @@ from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.mesh.checksum import checksums, untyped
 from lioncub_jax.mesh.hosts import is_key, key_words, put
 from lioncub_jax.mesh.placement import Workers, check_alive
-from lioncub_jax.mesh.specs import shard_shape, spec_of
+from lioncub_jax.mesh.specs import spec_of
 
 Leaves = Mapping[str, Any]
 # The field that flax's boxes have is no part of a name, so that a module and a plain tree read each other.
@@ -295,7 +295,7 @@ def rows_of(
     for s in [s for _, x in cuts or [(0, flat.bucket)] for s in x.segments]:
         param = params.get(of[s.leaf]) if s.leaf < len(of) else None
         spec = spec_of(param)
-        if param is None or shard_shape(param.shape, tuple(spec), workers.mesh.shape) != s.shape:
+        if param is None or NamedSharding(workers.mesh, spec).shard_shape(param.shape) != s.shape:
             return None
         leaves.append((s.leaf, of[s.leaf], param.shape, spec))
     return Rows(flat.bucket, cuts, tuple(leaves), own, workers)

@@ -205,14 +205,6 @@ def cuts_of(entries: Sequence[Any], ndim: int) -> list[tuple[str, ...]]:
     return [*map(axes_of, entries), *[()] * (ndim - len(entries))]
 
 
-def shard_shape(
-    shape: Sequence[int], entries: Sequence[Any], sizes: Mapping[str, int]
-) -> tuple[int, ...]:
-    """The shape of what one device holds of an array, by the entries of its spec."""
-    cuts = cuts_of(entries, len(shape))
-    return tuple(n // product(sizes, axes) for n, axes in zip(shape, cuts, strict=True))
-
-
 def joined_shards(
     shards: jax.Array, inner: Mapping[str, int], shape: Sequence[int], cuts: Sequence[Sequence[str]]
 ) -> jax.Array:
