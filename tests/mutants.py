@@ -558,8 +558,8 @@ MUTANTS = r"""
 + number.isdigit():
 
 = Checkpoints.__init__: the best goes with the old ones
-- "reverse": best == "min"
-+ "reverse": best == "max"
+- reverse=best == "min"
++ reverse=best == "max"
 
 = Checkpoints._read: a checksum that differs is restored
 - return restored(like, self.workers, saved, leaves, about.sums), about.data

@@ -133,10 +133,11 @@ class Checkpoints:
         stay = [ocp.checkpoint_managers.LatestN(keep)]
         if best:
             # A metric that is NaN is none, and never best.
-            ranks: dict[str, Any] = {"get_metric_fn": _metric, "reverse": best == "min", "n": 1}
-            stay.append(
-                ocp.checkpoint_managers.BestN(**ranks, keep_checkpoints_without_metrics=False)
-            )
+            best_one = ocp.checkpoint_managers.BestN(
+                n=1, get_metric_fn=_metric, reverse=best == "min",
+                keep_checkpoints_without_metrics=False,
+            )  # fmt: skip
+            stay.append(best_one)
             options |= {"best_fn": _metric, "best_mode": best}
         options.setdefault(
             "preservation_policy", ocp.checkpoint_managers.AnyPreservationPolicy(stay)

@@ -100,13 +100,12 @@ class Rows(NamedTuple):
 
         def of_device(leaves: Any) -> jax.Array:
             parts = {k: leaves[n][0] if self.own else leaves[n] for k, n, *_ in self.params}
-            group, chunk = names(self.workers.group), math.prod(local) // ROW
             if self.cuts:
+                group = names(self.workers.group)
                 parts = {k: _to_rows(parts, cut, group, cut.rows_per_chunk) for k, cut in self.cuts}
-            if self.deal is None:
-                rows = _to_rows(parts, self.bucket, self._over, chunk)
-            else:
-                rows = _to_rows(parts, self.bucket, self._over, self.bucket.rows_per_chunk)
+            num_rows = self.bucket.rows_per_chunk if self.deal else math.prod(local) // ROW
+            rows = _to_rows(parts, self.bucket, self._over, num_rows)
+            if self.deal:
                 rows = self._to_owners(matrices.cut_rows(rows, self.deal, self.part))
             return rows.reshape(local).astype(to.dtype)
 

@@ -87,10 +87,10 @@ def copies(
     if not arrays:
         return dict
     paths = sorted(arrays)
-    mesh = untyped(arrays[paths[0]].sharding.mesh)  # type: ignore[attr-defined]
-    specs = [arrays[path].sharding.spec for path in paths]  # type: ignore[attr-defined]
-    shardings = [NamedSharding(mesh, spec) for spec in specs]
-    plain = jax.device_put([arrays[path] for path in paths], shardings)
+    given: list[Any] = [arrays[path] for path in paths]
+    mesh = untyped(given[0].sharding.mesh)
+    shardings = [NamedSharding(mesh, x.sharding.spec) for x in given]
+    plain = jax.device_put(given, shardings)
     with jax.set_mesh(mesh):  # whatever mesh the caller has set
         each = [
             _device_checksums(x, lies, (rows or {}).get(path))
