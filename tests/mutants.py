@@ -380,6 +380,10 @@ MUTANTS = r"""
 - jnp.uint32(start) * k
 + jnp.uint32(0) * k
 
+= checksum: rows that were added to cut an array over a mesh are in its checksum
+- jnp.where(row < rows, one, 0)
++ one
+
 # mesh/placement.py: sharding face gradients
 = Workers.axes: devices of a group are counted before the workers
 - return (*mesh_axes.names(self.axis), *mesh_axes.names(self.group))
