@@ -733,7 +733,7 @@ MUTANTS = r"""
 
 # audit/predicted.py: contract accounting house
 = _collective: what a worker cuts is counted whole
-- NamedSharding(mesh, x.sharding.spec).shard_shape(x.shape)
+- workers.shardings(x.sharding.spec).shard_shape(x.shape)
 + x.shape
 
 = of: of the ways that a step can go the last is the usual one

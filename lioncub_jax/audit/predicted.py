@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange.bits import ROW
@@ -120,9 +119,9 @@ def of(
     # Of each way that a step can go.
     sent = [_sum_bytes(way, workers, between=True) for way in ways]
     usual = ways[sent.index(min(sent))]
-    elements = 0
-    for x, spec in zip(jax.tree.leaves(shapes), jax.tree.leaves(cut), strict=True):
-        elements += math.prod(NamedSharding(workers.mesh, spec).shard_shape(x.shape))
+    elements, lie = 0, jax.tree.leaves(workers.shardings(cut))
+    for x, sharding in zip(jax.tree.leaves(shapes), lie, strict=True):
+        elements += math.prod(sharding.shard_shape(x.shape))
     count = product(workers.mesh.shape, axes.names(workers.axis))
     return Traffic(
         num_workers=count,
@@ -237,7 +236,7 @@ def _collective(op: str, step: JaxprEqn, workers: Workers, times: int) -> Collec
     for var in step.invars:
         x: Any = var.aval
         dtype = "f32" if widened and x.dtype == jnp.bfloat16 else _hlo_name(x.dtype)
-        local = NamedSharding(mesh, x.sharding.spec).shard_shape(x.shape)
+        local = workers.shardings(x.sharding.spec).shard_shape(x.shape)
         operands.append(Operand(dtype, local))
     return Collective(op, tuple(operands), over, size, times)
 
