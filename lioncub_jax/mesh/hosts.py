@@ -372,7 +372,6 @@ def who_differs(values: list[int]) -> tuple[int, int, str]:
     return values.index(common), odd[0], f"process{'es' * (',' in names)} {names}{others}"
 
 
-@functools.cache
 def part_of_device(mesh: Mesh, axes: Axes) -> dict[jax.Device, int]:
     """The part that each device takes, of those into which axes of a mesh cut rows."""
     slices: Any = NamedSharding(mesh, P(axes)).devices_indices_map((product(mesh.shape, axes),))
