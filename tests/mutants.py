@@ -399,10 +399,6 @@ MUTANTS = r"""
 + set(first[: len(workers)]) != set(workers)
 
 # training/map_step.py: map_step
-= Program.__init__: what is added to a raw key hides it
-- [i if i in wanted else None for i in range(len(leaves))]
-+ range(len(leaves))
-
 = Program._traced: a step is traced again where JAX has dropped its trace, and may be another
 - return known(arrays)
 + pass
@@ -419,6 +415,11 @@ MUTANTS = r"""
 = MappedStep._prepared: a host that gives other rows in a later step waits for the others
 - self._check_rows(arguments.local_rows(call))
 + pass
+
+# training/differ.py: map_step
+= Origins.join: what is added to a raw key hides it
+- self.constant.union(*values)
++ next(filter(None, values), self.constant)
 
 # training/results.py: map_step
 = Outside._role: in nnx the scales of fp8 layers are no such state

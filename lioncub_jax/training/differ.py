@@ -60,9 +60,6 @@ class Walk:
     def decided(self, eqn: JaxprEqn, by: Any) -> None:
         """Called for a ``cond`` or ``while`` with the value of its predicate."""
 
-    def scans(self, eqn: JaxprEqn, over: list[Any]) -> None:
-        """Called for a ``scan`` with the values of the arrays that it runs over."""
-
     def results(self, jaxpr: Jaxpr, given: Sequence[Any]) -> list[Any]:
         """The values of the results, from those of the arguments."""
         known: dict[Any, Any] = dict(zip(jaxpr.invars, given, strict=True))
@@ -101,7 +98,6 @@ class Walk:
             # Versions of JAX name these numbers differently; what is scanned has a dimension more outside.
             carried = _equal_ranks(eqn.outvars, inner[0].outvars)
             at = _equal_ranks(eqn.invars, inner[0].invars) - carried
-            self.scans(eqn, given[at + carried :])
             results: list[Any] = []
 
             def step(carry: list[Any]) -> list[Any]:
@@ -354,42 +350,43 @@ def constant(closed: ClosedJaxpr, i: int) -> Any:
 
 
 class Origins(Walk):
-    """The argument that an array comes from, by its place, of those that are looked for; or None.
+    """The arguments that an array comes from, by their places.
 
     Attributes:
-      keys: arguments that are raw keys: JAX's random functions take them, also by way of other
+      keys: arguments that raw keys come from: JAX's random functions take them, also by way of other
         ``uint32[2]``, such as the state of a seed generator of Keras and its count.
       scanned: arguments over which a scan runs that has an exchange in it.
     """
 
-    constant = None
+    constant = frozenset[int]()
 
     def __init__(self) -> None:
         self.keys, self.scanned = set[int](), set[int]()
 
-    def _of(self, eqn: JaxprEqn, given: list[int | None]) -> list[int | None]:
+    def _of(self, eqn: JaxprEqn, given: list[frozenset[int]]) -> list[frozenset[int]]:
         came = self.join(*given)
-        if came is None:
-            return [None] * len(eqn.outvars)
+        if not came:
+            return [came] * len(eqn.outvars)
+        inner = [*jaxprs_in_params(eqn.params)]
+        if eqn.primitive.name == "scan" and any(map(_is_gradient, _equations(inner))):
+            for x, outside, inside in zip(given, eqn.invars, inner[0].invars, strict=True):
+                if outside.aval.ndim > inside.aval.ndim:  # type: ignore[attr-defined]
+                    self.scanned |= x
         kinds: list[Any] = [x.aval for x in eqn.outvars]
         may_be_key = [x.shape == (2,) and x.dtype == "uint32" for x in kinds]
         pairs = zip(super()._of(eqn, given), may_be_key, strict=True)
         return [came if is_so else x for x, is_so in pairs]
 
-    def join(self, *values: int | None) -> int | None:
-        """The first that is known."""
-        return next((x for x in values if x is not None), None)
+    def join(self, *values: frozenset[int]) -> frozenset[int]:
+        """All of them."""
+        return self.constant.union(*values)
 
-    def plain(self, eqn: JaxprEqn, given: list[int | None]) -> int | None:
-        """An array of another dtype comes from the same argument."""
+    def plain(self, eqn: JaxprEqn, given: list[frozenset[int]]) -> frozenset[int]:
+        """An array of another dtype comes from the same arguments."""
+        came = self.join(*given)
         if eqn.primitive.name in ("random_wrap", "threefry2x32"):
-            self.keys |= {x for x in given if x is not None}
-        return self.join(*given) if eqn.primitive.name in _SHAPE_STAYS else None
-
-    def scans(self, eqn: JaxprEqn, over: list[int | None]) -> None:
-        """Keeps what a scan with an exchange runs over."""
-        if any(map(_is_gradient, _equations(jaxprs_in_params(eqn.params)))):
-            self.scanned |= {x for x in over if x is not None}
+            self.keys |= came
+        return came if eqn.primitive.name in _SHAPE_STAYS else self.constant
 
 
 def _is_gradient(eqn: JaxprEqn) -> bool:

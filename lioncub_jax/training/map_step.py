@@ -291,21 +291,19 @@ class Program:
                 "would have the whole of it: give it as an argument"
             )
         check_closure(self.closed, self.workers)
-        raw, origins, leaves = self.arguments.raw_keys, differ.Origins(), self.arguments.leaves
-        rows = {i for i, x in enumerate(leaves) if x.role is Role.ROWS and x.dim == 0}
-        for wanted in (raw, rows):  # by itself, because an array has one origin
-            if wanted:
-                given = [i if i in wanted else None for i in range(len(leaves))]
-                origins.results(self.closed.jaxpr, given)
-        self.keys = self.arguments.keys | (raw & origins.keys)
+        origins = differ.Origins()
+        origins.results(self.closed.jaxpr, [frozenset([i]) for i in range(len(shapes))])
+        self.keys = self.arguments.keys | (self.arguments.raw_keys & origins.keys)
         self.arguments.check_batch(self.results.returned(), self.keys)
-        self._check_scans(rows & origins.scanned)
+        self._check_scans(origins.scanned)
         self._read()
 
     def _check_scans(self, scanned: set[int]) -> None:
         """Raises for rows along the dimension over which a scan with an exchange in it runs, its steps."""
-        for i in scanned:
+        for i in sorted(scanned):
             leaf = self.arguments.leaves[i]
+            if leaf.role is not Role.ROWS or leaf.dim:
+                continue
             name = self.arguments.names[leaf.argument]
             raise ValueError(
                 f"{leaf.name} has shape {leaf.shape.shape}, of which the first dimension is cut into the "
