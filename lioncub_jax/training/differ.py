@@ -87,13 +87,11 @@ class Walk:
 
             def turn(carry: list[Any]) -> list[Any]:
                 [by] = self.results(test, [*given[:of_test], *carry])
+                self.decided(eqn, by)
                 after = self.results(body, [*given[of_test : of_test + constants], *carry])
                 return [self.join(by, x) for x in after]
 
-            carry = self._repeated(turn, given[of_test + constants :])
-            [by] = self.results(test, [*given[:of_test], *carry])
-            self.decided(eqn, by)
-            return [self.join(by, x) for x in carry]
+            return self._repeated(turn, given[of_test + constants :])
         if name == "scan":
             # Versions of JAX name these numbers differently; what is scanned has a dimension more outside.
             carried = _equal_ranks(eqn.outvars, inner[0].outvars)
@@ -286,9 +284,6 @@ class Increments(Walk):
         sums |= {"select_n": set(given[1:]) == {self.PLUS} and given[0] == self.NO}
         kept = name in ("copy", "copy_p", "pvary", "name") or sums.get(name, False)
         return self.join(*given) if kept or self.PLUS not in given else self.OTHER
-
-    def decided(self, eqn: JaxprEqn, by: int) -> None:
-        """A predicate may be anything: ``results`` take it in."""
 
 
 def is_increment(jaxpr: Jaxpr, argument: int, result: int) -> bool:
