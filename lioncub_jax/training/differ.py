@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import NamedSharding
@@ -407,15 +408,13 @@ def _without(jaxpr: Jaxpr, taken: frozenset[str]) -> Jaxpr:
             lies = params["sharding"]
             params["sharding"] = lies.update(spec=without(lies.spec, tuple(taken)))
         elif any(jaxprs_in_params(eqn.params)):
-            for name, x in params.items():
-                each = x if isinstance(x, tuple) else (x,)  # such as the branches of a cond
-                each = tuple([_inside(one, taken) for one in each])
-                params[name] = each if isinstance(x, tuple) else each[0]
+            for name, x in params.items():  # a program, or several, such as the branches of a cond
+                params[name] = jax.tree.map(functools.partial(_inside, taken), x)
         eqns.append(eqn.replace(params=params))
     return jaxpr.replace(eqns=eqns)
 
 
-def _inside(x: Any, taken: frozenset[str]) -> Any:
+def _inside(taken: frozenset[str], x: Any) -> Any:
     if isinstance(x, ClosedJaxpr):
         return ClosedJaxpr(_without(x.jaxpr, taken), x.consts)
     return _without(x, taken) if isinstance(x, Jaxpr) else x
