@@ -496,11 +496,11 @@ MUTANTS = r"""
 - results[i] = jnp.where(finite, results[i], old[i])
 + pass
 
-= _Matching.of: what is said of gradients is not asked where they look like parameters
-- None if inside or is_said else self._matched(part, own_kinds)
-+ None if inside else self._matched(part, own_kinds)
+= _continued: what is said of gradients is not asked where they look like parameters
+- if is_inside or _said(jax.tree_util.keystr(path) or "result", said):
++ if is_inside:
 
-= _Matching.of: updates take the place of a momentum that looks alike
+= _continued: updates take the place of a momentum that looks alike
 - sorted(_parts(tree), key=lambda part: -part[0].num_leaves)
 + sorted(_parts(tree), key=lambda part: part[0].num_leaves)
 

@@ -74,7 +74,7 @@ class Results:
         if arguments.graph:
             self._add_state(nodes, out if is_graph else ())
         if not is_graph:
-            self._found = _Matching(arguments, given).of(out, said)
+            self._found = _continued(arguments, given, out, said)
             self._held = list[Any]()  # a place in ``each``, or what is no array
             self._tree = jax.tree.structure(self._add(out, ()))
 
@@ -142,76 +142,63 @@ class Results:
         )
 
 
-class _Matching:
-    """Finds the parts of a result that go on from an argument, by structure, shapes and dtypes."""
+def _continued(
+    arguments: Arguments, given: Sequence[Any], out: Any, said: Mapping[str, str]
+) -> dict[Any, tuple[Any, list[int | None]]]:
+    """The parts of a result that go on from arguments, by path: structures around the step, and arrays.
 
-    def __init__(self, arguments: Arguments, given: Sequence[Any]):
-        self._arguments, self._taken = arguments, set[int]()
-        self._kinds = kinds(arguments.filled(given))
-        self._offered: dict[Any, list[tuple[Any, list[int | None]]]] = {}
-        outside, inside = (tree.children()[0] for tree in (arguments.tree, arguments.inside))
-        self._offer_parts(outside, inside.children(), 0, are_arguments=True)
-
-    def _offer_parts(
-        self, outside: Any, insides: list[Any], start: int, are_arguments: bool = False
-    ) -> None:
-        """Offers the parts of a part of the arguments, and all parts of these.
-
-        A number, or an array in something, is too like others; a key is not, nor an argument.
-
-        Args:
-          outside: its structure around the step.
-          insides: those of its parts in the step, where there are no boxes.
-          start: the place of its first leaf.
-          are_arguments: True of the arguments.
-        """
-        for part, inside in zip(outside.children(), insides, strict=True):
-            stop = start + part.num_leaves
-            before = self._arguments.numbers[start:stop]
-            arrays = [i for i in before if i is not None]
-            is_known = bool(arrays)
-            if arrays and treedef_is_leaf(part):
-                x = self._arguments.leaves[arrays[0]].shape
-                is_array = x.ndim > 0 and (are_arguments or x.dtype == np.uint32)
-                is_known = is_array or self._arguments.is_key[arrays[0]]
-            if is_known:
-                key = inside, tuple(self._kinds[start:stop])
-                self._offered.setdefault(key, []).append((part, before))
-            is_box = not treedef_is_leaf(part) and part.node_data()[0] is Own
-            self._offer_parts(part, [inside] if is_box else inside.children(), start)
-            start = stop
-
-    def of(self, out: Any, said: Mapping[str, str]) -> dict[Any, tuple[Any, list[int | None]]]:
-        """By path the parts of a result that are found: the structure around the step, and the arrays.
-
-        The largest parts are matched first: updates may look like momentum, which is a part of a state.
-        What a user has named in ``out`` goes on from nothing, even if it looks so, as gradients do.
-        """
-        leaves, tree = jax.tree_util.tree_flatten_with_path(out)
-        each, found = kinds([x for _, x in leaves]), dict[Any, Any]()
-        for part, start, depth in sorted(_parts(tree), key=lambda part: -part[0].num_leaves):
-            own_kinds = tuple(each[start : start + part.num_leaves])
-            path = leaves[start][0][:depth] if own_kinds else ()
-            inside = any(path[:i] in found for i in range(depth))
-            is_said = _said(jax.tree_util.keystr(path) or "result", said)
-            matched = None if inside or is_said else self._matched(part, own_kinds)
-            if matched is not None:
-                found[path] = matched
-        return found
-
-    def _matched(self, part: Any, kinds: Any) -> tuple[Any, list[int | None]] | None:
-        """A part of the arguments from which a part of a result goes on, and no other yet; or None."""
-        for outside, before in self._offered.get((part, kinds), ()):
+    They have the same structure, shapes and dtypes. The largest parts are matched first: updates may look
+    like momentum, which is a part of a state. What a user has named in ``out`` goes on from nothing, even
+    if it looks so, as gradients do.
+    """
+    offered = _offered(arguments, given)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(out)
+    each, found, taken = kinds([x for _, x in leaves]), dict[Any, Any](), set[int]()
+    for part, start, depth in sorted(_parts(tree), key=lambda part: -part[0].num_leaves):
+        own_kinds = tuple(each[start : start + part.num_leaves])
+        path = leaves[start][0][:depth] if own_kinds else ()
+        is_inside = any(path[:i] in found for i in range(depth))
+        if is_inside or _said(jax.tree_util.keystr(path) or "result", said):
+            continue
+        for outside, before in offered.get((part, own_kinds), ()):
             arrays = {i for i in before if i is not None}
-            if self._taken.isdisjoint(arrays):
-                self._taken |= arrays
-                return outside, before
-        return None
+            if taken.isdisjoint(arrays):
+                taken |= arrays
+                found[path] = outside, before
+                break
+    return found
+
+
+def _offered(
+    arguments: Arguments, given: Sequence[Any]
+) -> dict[Any, list[tuple[Any, list[int | None]]]]:
+    """The parts of the arguments, by their structure in a step, shapes and dtypes.
+
+    A number, or an array in something, is too like others; a key is not, nor an argument.
+    """
+    each, found = kinds(arguments.filled(given)), dict[Any, Any]()
+    outside, inside = (tree.children()[0] for tree in (arguments.tree, arguments.inside))
+    for (part, start, depth), (within, *_) in zip(_parts(outside), _parts(inside), strict=True):
+        before = arguments.numbers[start : start + part.num_leaves]
+        arrays = [i for i in before if i is not None]
+        is_known = depth > 0 and bool(arrays)
+        if is_known and treedef_is_leaf(part):
+            x = arguments.leaves[arrays[0]].shape
+            is_known = is_key(x) or (x.ndim > 0 and (depth == 1 or x.dtype == np.uint32))
+        if is_known:
+            key = within, tuple(each[start : start + part.num_leaves])
+            found.setdefault(key, []).append((part, before))
+    return found
 
 
 def _parts(tree: Any, start: int = 0, depth: int = 0) -> Iterator[tuple[Any, int, int]]:
-    """A structure and all parts of it, each with the place of its first leaf, and the keys to it."""
+    """A structure and all parts of it, each with the place of its first leaf, and the number of its keys.
+
+    A box is one part with what is in it, since there are no boxes in a step.
+    """
     yield tree, start, depth
+    while not treedef_is_leaf(tree) and tree.node_data()[0] is Own:
+        [tree], depth = tree.children(), depth + 1
     for part in tree.children():
         yield from _parts(part, start, depth + 1)
         start += part.num_leaves
