@@ -141,7 +141,17 @@ class Leaf(NamedTuple):
 
 
 class Call:
-    """The arguments of a call, flat. What is made of them does not depend on their values."""
+    """The arguments of a call, flat. What is made of them does not depend on their values.
+
+    Attributes:
+      keywords: the names of the last arguments.
+      graph: the places of arguments with modules, and ``nodes`` these; ``graphdef`` is their definition.
+      whole: ``(plain arguments, values of modules)``, with boxes.
+      tree: its structure.
+      traced: True in a ``jax.jit`` of the caller, where numbers of Python are constants.
+      statics: leaves of the tree that are no arrays, by their places.
+      arrays: the others.
+    """
 
     def __init__(
         self,
@@ -154,11 +164,13 @@ class Call:
         self.graph, self.nodes = graph, [values[i] for i in graph]
         self.graphdef, state = graphs.split(self.nodes)
         plain = [None if i in graph else x for i, x in enumerate(values)]
-        self.flat, self.tree = jax.tree.flatten((plain, state))
+        self.whole = plain, state
+        flat, self.tree = jax.tree.flatten(self.whole)
         array = array_class()
-        self.traced = any(
-            type(x) is not array and isinstance(x, jax.core.Tracer) for x in self.flat
-        )
+        others = {i: x for i, x in enumerate(flat) if type(x) is not array}
+        self.traced = any(isinstance(x, jax.core.Tracer) for x in others.values())
+        self.statics = {i: x for i, x in others.items() if not is_array(x, numbers=not self.traced)}
+        self.arrays = [x for i, x in enumerate(flat) if i not in self.statics]
 
     @classmethod
     @contextlib.contextmanager
@@ -169,9 +181,14 @@ class Call:
         with graphs.updating(graph):
             yield cls(step, values, tuple(kwargs), graph)
 
+    def structure(self) -> Any:
+        """What a program depends on of all but the arrays."""
+        statics = tuple([(i, as_static(x)) for i, x in self.statics.items()])
+        return self.tree, self.graphdef, self.keywords, statics
+
     def key(self) -> Any:
         """What a program depends on."""
-        return self.tree, self.graphdef, self.keywords, tuple(map(_signature, self.flat))
+        return self.structure(), tuple(map(_signature, self.arrays))
 
     def names(self) -> list[str]:
         """The names of the arguments."""
@@ -193,14 +210,10 @@ def array_class() -> type:
 
 
 def _signature(x: Any) -> Any:
-    """What a program depends on of an argument, cheap: there are hundreds, in each step."""
+    """What a program depends on of an array or number, cheap: there are hundreds, in each step."""
     if type(x) is array_class() or isinstance(x, jax.Array):
         return x.aval, x.sharding  # type: ignore[attr-defined]
-    if isinstance(x, (np.ndarray, np.generic)):
-        return x.shape, x.dtype
-    if isinstance(x, (int, float, complex)) and not isinstance(x, bool):
-        return type(x)
-    return "static", as_static(x)
+    return (x.shape, x.dtype) if isinstance(x, (np.ndarray, np.generic)) else type(x)
 
 
 def as_static(x: Any) -> Any:
@@ -235,8 +248,7 @@ class Arguments:
       names: of the arguments.
       values: in modules, by their paths: the numbers of their leaves.
       shardings: how arrays lie outside of a worker.
-      is_key: for each array whether it is one of typed random keys.
-      keys: places of such, into which a worker folds its number.
+      keys: places of typed random keys, into which a worker folds its number.
       raw_keys: those of what may be a raw one.
     """
 
@@ -244,17 +256,14 @@ class Arguments:
         self.workers, self.names = workers, call.names()
         self.graph, self._graphdef = call.graph, call.graphdef
         self.tree: Any = call.tree
-        self._keywords, self._rows = call.keywords, rows
-        whole = jax.tree.unflatten(call.tree, call.flat)
-        self.inside: Any = jax.tree.structure(opened(whole))
-        self._statics, self.leaves = dict[int, Any](), list[Leaf]()
-        self.numbers = list[int | None]()
+        self.inside: Any = jax.tree.structure(opened(call.whole))
+        self._keywords, self._rows, self._statics = call.keywords, rows, call.statics
+        self.leaves, self.numbers = list[Leaf](), list[int | None]()
         self._dims, places = arguments_of(rows.which, self.names), graphs.places(call.nodes)
         self.values = {path: list[int | None]() for path, _ in places}
-        held = _holders((whole[0], [x for _, x in places]), workers)
-        specs = [spec_of(x) for x in call.flat]
-        for place, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(whole)):
-            number = len(self.leaves) if is_array(x, numbers=not call.traced) else None
+        held = _holders((call.whole[0], [x for _, x in places]), workers)
+        for place, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(call.whole)):
+            number = None if place in call.statics else len(self.leaves)
             self.numbers.append(number)
             holder, at, inside = held[place], path[1].idx, path[2:]
             if path[0].idx:
@@ -263,21 +272,18 @@ class Arguments:
                 at, inside = self.graph[value[0]], (*graphs.keys(value[1:]), *inside)
             elif holder.variable:  # in an nnx.State, whose variables are parts of a path
                 inside = tuple([key for key in inside if key != _VALUE])
-            if number is None:
-                self._statics[place] = x
-                continue
-            name = f"{self.names[at]}{jax.tree_util.keystr(inside)}"
-            self.leaves.append(self._leaf(name, at, x, specs[place], holder))
+            if number is not None:
+                name = f"{self.names[at]}{jax.tree_util.keystr(inside)}"
+                self.leaves.append(self._leaf(name, at, x, holder))
         # XLA replicates what is empty.
         lie = [leaf.spec if leaf.shape.size else P() for leaf in self.leaves]
-        self.shardings = [NamedSharding(workers.mesh, spec) for spec in lie]
-        self.is_key = [is_key(leaf.shape) for leaf in self.leaves]
+        self.shardings: list[NamedSharding] = workers.shardings(lie)
         self._find_keys()
         self._check_rows()
 
-    def _leaf(self, name: str, at: int, x: Any, spec: P, held: Held) -> Leaf:
+    def _leaf(self, name: str, at: int, x: Any, held: Held) -> Leaf:
         workers, rows, dim = self.workers, self._rows, self._dims.get(at)
-        spec = spec if dim is None or rows.spec is None else rows.spec
+        spec = spec_of(x) if dim is None or rows.spec is None else rows.spec
         role, spec, dim = _role(name, x, spec, held.own, dim, workers)
         over = () if role is Role.SAME else axes_of(spec[dim])
         kind = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
@@ -288,15 +294,14 @@ class Arguments:
         return Leaf(name, at, role, spec, shape, dim, over, held)
 
     def _find_keys(self) -> None:
-        self.keys, self.raw_keys = set[int](), set[int]()
-        for i, leaf in enumerate(self.leaves):
-            # An optimizer's own keys are the same for all; a class that says who has its fields folds them.
-            if leaf.role is not Role.SAME or leaf.held.in_optimizer or leaf.held.declared:
-                continue
-            if self.is_key[i]:
-                self.keys.add(i)
-            elif leaf.shape.dtype == np.uint32 and leaf.shape.ndim == 1:
-                self.raw_keys.add(i)
+        # An optimizer's own keys are the same for all; a class that says who has its fields folds them.
+        may_be = {
+            i: x.shape
+            for i, x in enumerate(self.leaves)
+            if x.role is Role.SAME and not x.held.in_optimizer and not x.held.declared
+        }
+        self.keys = {i for i, x in may_be.items() if is_key(x)}
+        self.raw_keys = {i for i, x in may_be.items() if x.dtype == np.uint32 and x.ndim == 1}
 
     def _check_rows(self) -> None:
         rows = [x for x in self.leaves if x.role is Role.ROWS]
@@ -334,7 +339,7 @@ class Arguments:
             return
         known = {self.leaves[i].argument for i in returned} | {*self.graph}
         for i, x in enumerate(self.leaves):
-            is_array = x.role is Role.SAME and x.shape.ndim and not self.is_key[i]
+            is_array = x.role is Role.SAME and x.shape.ndim and not is_key(x.shape)
             if x.argument in known or not is_array or i in keys:
                 continue
             last, other = self.names[-1], self.names[x.argument]
@@ -347,14 +352,13 @@ class Arguments:
 
     def key(self, call: Call) -> Any:
         """What a traced program depends on: all but how the given arrays lie."""
-        statics = [(i, as_static(x)) for i, x in self._statics.items()]
-        return call.tree, call.graphdef, call.keywords, tuple(statics), tuple(self.leaves)
+        return call.structure(), tuple(self.leaves)
 
     def moves(self, call: Call) -> Moves:
         """What is to be moved of the arrays of a call; the same in each call with arrays that lie so."""
         moves: Moves = []
         for i, (x, leaf, to) in enumerate(
-            zip(self.arrays(call), self.leaves, self.shardings, strict=True)
+            zip(call.arrays, self.leaves, self.shardings, strict=True)
         ):
             local = is_of_this_process(x, self.workers)
             # A number, as the step of a TrainState at first, would be another program than what follows it.
@@ -367,11 +371,6 @@ class Arguments:
                 moves.append((i, to, leaf.shape.shape if is_rows else None))
         return moves
 
-    def arrays(self, call: Call) -> list[Any]:
-        """The arrays of a call with such arguments."""
-        pairs = zip(call.flat, self.numbers, strict=True)
-        return [x for x, i in pairs if i is not None] if self._statics else call.flat
-
     def on_worker(self, arrays: Sequence[Any]) -> list[Any]:
         """A worker's arrays, of what it is given of the whole ones."""
         here = list(arrays)
@@ -383,7 +382,7 @@ class Arguments:
     def local_rows(self, call: Call) -> dict[str, float]:
         """By name, of each array of rows that this process has alone, the rows for each part."""
         found = {}
-        for x, leaf in zip(self.arrays(call), self.leaves, strict=True):
+        for x, leaf in zip(call.arrays, self.leaves, strict=True):
             if leaf.role is Role.ROWS and is_of_this_process(x, self.workers):
                 parts = product(self.workers.mesh.shape, leaf.over)
                 found[leaf.name] = leaf.shape.shape[leaf.dim] / parts

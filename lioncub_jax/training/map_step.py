@@ -153,21 +153,20 @@ class MappedStep:
         with Call.of(self.step, args, kwargs) as call:
             if call.traced:
                 program = Program(self, self._arguments(call))
-                return program.results.rebuilt(program.on_mesh(program.arguments.arrays(call)))
+                return program.results.rebuilt(program.on_mesh(call.arrays))
             key = call.key()
             found = self._calls.get(key)  # once: a module's key has the metadata of each variable
             if found is None:
                 program = self._prepared(call)
                 found = self._calls[key] = program, program.arguments.moves(call)
             program, moves = found
-            arrays = program.arguments.arrays(call)
-            for x, leaf in zip(arrays, program.arguments.leaves, strict=True):
+            for x, leaf in zip(call.arrays, program.arguments.leaves, strict=True):
                 if type(x) is array_class() and x.is_deleted():  # type: ignore[attr-defined]
                     check_alive(leaf.name, x)
             if self._shared and self._count:
-                hosts.check_same_scalars(self._count, program.named(arrays))
+                hosts.check_same_scalars(self._count, program.named(call.arrays))
             self._count += 1
-            results = program.jitted(*moved(arrays, moves))
+            results = program.jitted(*moved(call.arrays, moves))
             self._bound(results)
             return program.results.rebuilt(results)
 
@@ -210,15 +209,14 @@ class MappedStep:
 
     def _compare(self, program: "Program", call: Call) -> None:
         """Compares between processes what they give, and the program: all raise, or none."""
-        arguments, mesh = program.arguments, self.workers.mesh
-        arrays, rows = arguments.arrays(call), arguments.local_rows(call)
-        named = program.named(arrays)
+        mesh, rows = self.workers.mesh, program.arguments.local_rows(call)
+        named = program.named(call.arrays)
         spec = self.rows.spec
         over = self.workers.axes if spec is None else axes_of(spec[0])
         hosts.check_rows(rows, {name: named[name] for name in rows}, mesh, over)
         whole = {name: x for name, x in named.items() if name not in rows}
         hosts.check_same("map_step", whole, mesh)
-        arrays = moved(arrays, arguments.moves(call))
+        arrays = moved(call.arrays, program.arguments.moves(call))
         hosts.check_same_program(program.jitted.lower(*arrays), program.named(arrays))
         program.is_compared, self._rows = True, self._rows or rows
 
@@ -236,8 +234,7 @@ class MappedStep:
         """Lowers the step as ``jax.jit(...).lower``, to read its program. Shapes will do."""
         with Call.of(self.step, args, kwargs) as call:
             program = self._program(call)
-            arguments = program.arguments
-            arrays = moved(arguments.arrays(call), arguments.moves(call))
+            arrays = moved(call.arrays, program.arguments.moves(call))
             return program.jitted.lower(*arrays)
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
