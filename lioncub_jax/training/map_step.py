@@ -276,20 +276,19 @@ class Program:
         # Types are needed inside of a group only, whose devices share what they send.
         self.mapper = with_free_axis(self.workers) if self.workers.group else self.workers
         self.specs = [x.spec for x in self.arguments.leaves]
-        shapes = [x.shape for x in self.arguments.leaves]
         try:
-            self.closed, self.results, self.one = self._traced(shapes)
+            self.closed, self.results, self.one = self._traced()
         except Exception as error:
             self._check_whole_batch(error)
             raise
-        if len(self.closed.jaxpr.invars) != len(shapes):
+        if len(self.closed.jaxpr.invars) != len(self.specs):
             raise ValueError(
                 "the step closes over an array of the jax.jit around it, such as a batch, and all workers "
                 "would have the whole of it: give it as an argument"
             )
         check_closure(self.closed, self.workers)
         origins = differ.Origins()
-        origins.results(self.closed.jaxpr, [frozenset([i]) for i in range(len(shapes))])
+        origins.results(self.closed.jaxpr, [frozenset([i]) for i in range(len(self.specs))])
         self.keys = self.arguments.keys | (self.arguments.raw_keys & origins.keys)
         self.arguments.check_batch(self.results.returned(), self.keys)
         self._check_scans(origins.scanned)
@@ -317,7 +316,7 @@ class Program:
         found = None
         workers = self.workers.num_gradients
         with contextlib.suppress(Exception):
-            found = self._traced(self._with_rows(workers))
+            found = self._traced(times=workers)
         if found is not None:
             self.arguments.check_batch(found[1].returned(), self.arguments.raw_keys)
             cut = ", ".join(x.name for x in self.arguments.leaves if x.role is Role.ROWS)
@@ -327,22 +326,15 @@ class Program:
                 "and name it, map_step(step, workers, rows=...)"
             )
 
-    def _with_rows(self, times: int) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the arguments with as many times the rows."""
-        shapes = []
-        for leaf in self.arguments.leaves:
-            shape = list(leaf.shape.shape)
-            if leaf.role is Role.ROWS:
-                shape[leaf.dim] *= times
-            shapes.append(leaf.shape.update(shape=tuple(shape)))
-        return shapes
-
-    def _traced(self, shapes: Sequence[Any]) -> tuple[Any, Results, Callable[..., Any]]:
+    def _traced(self, times: int = 1) -> tuple[Any, Results, Callable[..., Any]]:
         """The step on one worker: its jaxpr, its results, and a function that is this jaxpr.
 
         JAX knows the trace of a jitted function again, so that the step is not traced a second time. What
         a worker has of an array is taken inside of it: taken in front, AdamW's owners need a quarter more
         memory on a CPU, as XLA then fuses other operations.
+
+        Args:
+          times: that it has as many rows as are given.
         """
         found: dict[str, Any] = {}
 
@@ -365,10 +357,16 @@ class Program:
             found["traced"] = jitted.trace(arrays).jaxpr
             return jnp.zeros(())  # by a result with a spec JAX knows an Explicit mesh
 
+        shapes = []
+        for leaf in self.arguments.leaves:
+            shape = list(leaf.shape.shape)
+            if leaf.role is Role.ROWS:
+                shape[leaf.dim] *= times
+            shapes.append(leaf.shape.update(shape=tuple(shape)))
         token = checks.proven.set(True)
         try:
             run = self.mapper.map(probe, (self.specs,), P(), typed=False)
-            jax.eval_shape(run, list(shapes))
+            jax.eval_shape(run, shapes)
         finally:
             checks.proven.reset(token)
         found["jaxpr"] = differ.without_axes(found["traced"], self.workers.axes)
@@ -400,7 +398,7 @@ class Program:
     @cached_property
     def doubled(self) -> tuple[Any, Results]:
         """The jaxpr and the results of twice the rows."""
-        return self._traced(self._with_rows(2))[:2]
+        return self._traced(times=2)[:2]
 
     @cached_property
     def grown(self) -> list[bool]:
@@ -452,9 +450,7 @@ class Program:
             return self.on_mesh(arrays)
 
         run.__name__ = self.mapped.__name__
-        donated = dict[int, int]()
-        if self.mapped.donate != ():
-            donated = arguments_of(self.mapped.donate, self.arguments.names)
+        donated = arguments_of(self.mapped.donate, self.arguments.names)
         leaves = self.arguments.leaves
         pairs = zip(self.outside.specs, self.results.each, strict=True)
         results = [spec if x.array.size else P() for spec, x in pairs]
