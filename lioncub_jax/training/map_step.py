@@ -383,12 +383,11 @@ class Program:
         self._check_gradients(differences)
         # A key that is kept, split or counted on goes on as on one device, whatever each draws with it.
         unfolded = differ.Differences(workers).results(jaxpr, given) if self.keys else results
-        self.chains = {}
+        self.chains = list[int]()
         for i, x in enumerate(self.results.each):
             is_a_key = x.before in self.keys or is_key(x.array)
             if is_a_key and results[i] != differences.constant == unfolded[i]:
-                self.chains[i] = self._slice(i)
-
+                self.chains.append(i)
         self.outside = Outside(self, differences, results)
 
     def named(self, arrays: Sequence[Any]) -> dict[str, Any]:
@@ -407,16 +406,12 @@ class Program:
         arrays = [(one.array, other.array) for one, other in pairs]
         return [x.ndim > 0 and y.shape[0] == 2 * x.shape[0] for x, y in arrays]
 
-    def _slice(self, i: int) -> Callable[[Sequence[Any]], Any]:
-        """One result as a function of the arguments, of the operations that it needs."""
-        wanted = [n == i for n in range(len(self.closed.jaxpr.outvars))]
+    def _unfolded(self, arrays: Sequence[Any]) -> list[Any]:
+        """The keys that go on as on one device, by the operations that they need."""
+        wanted = [i in self.chains for i in range(len(self.results.each))]
         part, used = dce_jaxpr(self.closed.jaxpr, wanted)
-
-        def run(arrays: Sequence[Any]) -> Any:
-            needed = [x for x, is_used in zip(arrays, used, strict=True) if is_used]
-            return jax.core.eval_jaxpr(part, self.closed.consts, *needed)[0]
-
-        return run
+        needed = [x for x, is_used in zip(arrays, used, strict=True) if is_used]
+        return jax.core.eval_jaxpr(part, self.closed.consts, *needed)
 
     def _check_gradients(self, differences: differ.Differences) -> None:
         """Raises for gradients that are the same on all workers, or over some of their axes."""
@@ -470,8 +465,9 @@ class Program:
             here = [fold(self.workers, x) if i in self.keys else x for i, x in enumerate(arrays)]
             with jax.named_scope(scopes.DECIDED):  # by none alone: `differ` has proven it
                 results = self.one(here)
-            for i, chain in self.chains.items():
-                results[i] = chain(arrays)
+            if self.chains:
+                for i, x in zip(self.chains, self._unfolded(arrays), strict=True):
+                    results[i] = x
             return self.outside.joined(results, whole)
 
         run = self.mapper.map(on_worker, (self.specs,), self.outside.specs, typed=False)
