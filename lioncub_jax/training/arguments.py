@@ -120,6 +120,7 @@ class Leaf(NamedTuple):
     """An array among the arguments.
 
     Attributes:
+      place: its own among the arrays.
       name: as a user would write it.
       argument: the place of its argument.
       role: a `Role`.
@@ -130,6 +131,7 @@ class Leaf(NamedTuple):
       held: who holds it.
     """
 
+    place: int
     name: str
     argument: int
     role: Role
@@ -291,7 +293,7 @@ class Arguments:
         if role is Role.ROWS:
             sizes[dim] = _rows_of_all(name, x, dim, over, workers, rows)
         shape = jax.ShapeDtypeStruct(tuple(sizes), kind.dtype, weak_type=kind.weak_type)
-        return Leaf(name, at, role, spec, shape, dim, over, held)
+        return Leaf(len(self.leaves), name, at, role, spec, shape, dim, over, held)
 
     def _find_keys(self) -> None:
         # An optimizer's own keys are the same for all; a class that says who has its fields folds them.

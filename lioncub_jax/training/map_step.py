@@ -385,7 +385,7 @@ class Program:
         unfolded = differ.Differences(workers).results(jaxpr, given) if self.keys else results
         self.chains = list[int]()
         for i, x in enumerate(self.results.each):
-            is_a_key = x.before in self.keys or is_key(x.array)
+            is_a_key = is_key(x.array) or (x.before and x.before.place in self.keys)
             if is_a_key and results[i] != differences.constant == unfolded[i]:
                 self.chains.append(i)
         self.outside = Outside(self, differences, results)

@@ -16,7 +16,7 @@ from lioncub_jax.exchange.bits import common_dtype
 from lioncub_jax.mesh.axes import all_finite
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.training import differ, graphs
-from lioncub_jax.training.arguments import Arguments, Own, Role, is_array, kinds
+from lioncub_jax.training.arguments import Arguments, Leaf, Own, Role, is_array, kinds
 from lioncub_jax.training.differ import Classes, Differences, is_increment
 from lioncub_jax.training.worker import as_count
 
@@ -36,14 +36,14 @@ class Result(NamedTuple):
     Attributes:
       name: as a user would write it.
       array: traced.
-      before: the place, among the arrays of the arguments, of that which it goes on from; or None.
+      before: the array of the arguments that it goes on from, or None.
       kind: of the variable of nnx that holds it, "own" in a box that the step made, or "".
       said: what the user says that it is, in ``out``; or None.
     """
 
     name: str
     array: jax.Array
-    before: int | None = None
+    before: Leaf | None = None
     kind: str = ""
     said: Role | None = None
 
@@ -86,9 +86,10 @@ class Results:
             known = arguments.values.get(tuple(path), []) if which == 0 else []
             for i, (rest, x) in enumerate(jax.tree_util.tree_leaves_with_path(value)):
                 at = known[i] if i < len(known) else None
+                before = None if at is None else arguments.leaves[at]
                 name = f"result{jax.tree_util.keystr((*graphs.keys(path), *rest))}"
-                name = name if at is None else arguments.leaves[at].name
-                self.each.append(Result(name, jnp.asarray(x), at, graphs.kind_of(holder)))
+                name = before.name if before else name
+                self.each.append(Result(name, jnp.asarray(x), before, graphs.kind_of(holder)))
         self._state_tree = jax.tree.structure(values)
 
     def _add(self, node: Any, path: Any) -> Any:
@@ -101,7 +102,7 @@ class Results:
                     self._held.append(_Fixed(x))
                 else:
                     leaf = self._arguments.leaves[i]
-                    self._add_array(x, leaf.name, before=i, kind=leaf.held.variable)
+                    self._add_array(x, leaf.name, before=leaf, kind=leaf.held.variable)
             return outside.unflatten(leaves)
         name = f"result{jax.tree_util.keystr(path)}"
         if isinstance(node, Own):
@@ -127,7 +128,7 @@ class Results:
 
     def returned(self) -> set[int]:
         """The places of the arguments' arrays that the step returns changed."""
-        return {x.before for x in self.each if x.before is not None}
+        return {x.before.place for x in self.each if x.before}
 
     def rebuilt(self, arrays: Sequence[Any]) -> Any:
         """What the step returns, of arrays of all workers; modules of the arguments are changed."""
@@ -224,36 +225,32 @@ class Outside:
         self._over = [differences.axes_of(classes) for classes in differ]
         self._results, self._workers = program.results, program.workers
         self._leaves = program.arguments.leaves
-        # The arguments that they go on from.
-        places = [x.before for x in self._results.each]
-        self._before = [None if i is None else self._leaves[i] for i in places]
-        self._averaged = program.mapped.averaged
         self.roles = [self._role(i, x) for i, x in enumerate(self._results.each)]
         self._check_ratios()
         self._check_counts()
         self.specs = self._specs()
 
     def _is_averaged(self, result: Result) -> bool:
-        return not {*self._averaged}.isdisjoint(_words(result.name))
+        return not set(self._program.mapped.averaged).isdisjoint(_words(result.name))
 
     def _role(self, i: int, result: Result) -> Role:
-        x, leaf, over = result.array, self._before[i], self._over[i]
+        x, leaf, over = result.array, result.before, self._over[i]
         if result.kind == "own":
             return Role.OWN
-        if leaf is not None and leaf.role in (Role.OWN, Role.ROWS):
+        if leaf and leaf.role in (Role.OWN, Role.ROWS):
             if more := sorted(set(over).difference(leaf.over)):
                 raise ValueError(
                     f"{result.name} is the same over {more} before the step, and differs over it after"
                 )
             return leaf.role
-        if result.kind == "MetricState" and leaf is not None:
-            return self._metric_state(i, result, over)
+        if result.kind == "MetricState" and leaf:
+            return self._metric_state(i, result, leaf.place)
         if not over:
             return self._of_constant(i, result)
         if i in self._program.chains:
             return Role.KEY
         is_float = not is_key(x) and jnp.issubdtype(x.dtype, jnp.inexact)
-        if leaf is not None or result.kind:
+        if leaf or result.kind:
             # Of flax's fp8 layers: a collection of linen, a kind of variable in nnx.
             if "_overwrite_with_gradient" in {*_words(result.name), result.kind}:
                 return Role.LARGEST
@@ -281,7 +278,7 @@ class Outside:
 
     def _of_constant(self, i: int, result: Result) -> Role:
         """What is the same for all stays, but a constant that ``out`` adds, such as a number of rows."""
-        if result.before is not None or result.kind:
+        if result.before or result.kind:
             return Role.SAME
         value = differ.constant(self._program.closed, i)
         is_whole = value is not None and jnp.issubdtype(jnp.result_type(value), jnp.integer)
@@ -327,14 +324,13 @@ class Outside:
                 "'mean' and 'sum' are allowed too"
             )
 
-    def _metric_state(self, i: int, result: Result, over: Sequence[str]) -> Role:
+    def _metric_state(self, i: int, result: Result, before: int) -> Role:
         """What a metric of nnx has gained on each worker is added, also where that is the same."""
-        jaxpr, before = self._program.closed.jaxpr, result.before
-        assert before is not None
+        jaxpr = self._program.closed.jaxpr
         changed = jaxpr.outvars[i] is not jaxpr.invars[before]
         if changed and is_increment(jaxpr, before, i):
             return Role.GAINED
-        if not over:
+        if not self._over[i]:
             return Role.SAME
         raise ValueError(
             f"{result.name} is a metric that differs between workers, and no sum: what each worker adds to "
@@ -346,7 +342,7 @@ class Outside:
         """Raises for a whole number that is added beside a floating one that is averaged."""
         beside: dict[str, dict[Role, str]] = {}
         for result, role in zip(self._results.each, self.roles, strict=True):
-            is_clear = result.before is not None or result.kind or result.said
+            is_clear = result.before or result.kind or result.said
             if not is_clear and role in (Role.MEAN, Role.SUM):
                 inside = result.name.rpartition("[")[0]
                 beside.setdefault(inside, {})[role] = result.name
@@ -363,7 +359,7 @@ class Outside:
 
     def _drift(self, i: int, result: Result, x: Any) -> str:
         """An error's text for state that all workers hold, and that differs after the step."""
-        leaf, over = self._before[i], self._over[i]
+        leaf, over = result.before, self._over[i]
         axes = f" over {', '.join(over)}" if len(self._workers.axes) > 1 else ""
         of = (
             f"{result.name}, {x.dtype}{list(x.shape)}, differs between workers{axes} after the step"
@@ -380,7 +376,7 @@ class Outside:
                 f"{of}, and not over all axes of the workers: give the optimizer the same "
                 "lioncub_jax.Workers as the step"
             )
-        if leaf is not None and leaf.held.in_optimizer:
+        if leaf and leaf.held.in_optimizer:
             return (
                 f"{of}: it stands in front of the transform in which workers talk, or is changed by what "
                 "each has for itself, such as its own loss. In front, each worker has its own: state = "
@@ -434,9 +430,9 @@ class Outside:
     def _specs(self) -> list[P]:
         """How each result lies on the mesh."""
         specs, axes = [], self._workers.axes
-        for leaf, role, over in zip(self._before, self.roles, self._over, strict=True):
-            if leaf is not None:
-                specs.append(leaf.spec)
+        for result, role, over in zip(self._results.each, self.roles, self._over, strict=True):
+            if result.before:
+                specs.append(result.before.spec)
             elif role is Role.ROWS:
                 specs.append(P(over))
             else:
@@ -452,9 +448,9 @@ class Outside:
         """Results as they leave a worker; ``before``: what it was given, by place."""
         axes, each = self._workers.axes, self._results.each
         by = {role: [i for i, x in enumerate(self.roles) if x is role] for role in Role}
-        old: list[Any] = [None if x.before is None else before[x.before] for x in each]
+        old: list[Any] = [before[x.before.place] if x.before else None for x in each]
         # A worker with values that are not finite keeps its own floats, and leaves the mean of statistics.
-        kept = [leaf is not None and leaf.held.kept for leaf in self._before]
+        kept = [x.before is not None and x.before.held.kept for x in each]
         own = [i for i in by[Role.OWN] if kept[i] and jnp.issubdtype(old[i].dtype, jnp.inexact)]
         finite = all_finite([results[i] for i in own])
         for i in own:
