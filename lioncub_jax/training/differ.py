@@ -322,14 +322,14 @@ def last_operation(jaxpr: Jaxpr, x: Any) -> str:
     return "" if eqn is None else str(eqn.primitive.name)
 
 
-def added(jaxpr: Jaxpr) -> list[float | None]:
-    """For each result the number that its last operation adds to another, or None."""
-    found: list[float | None] = []
+def added(jaxpr: Jaxpr) -> list[float]:
+    """For each result the number that its last operation adds to another, or 0."""
+    found = []
     for x in jaxpr.outvars:
         eqn = last_equation(jaxpr, x)
         terms = eqn.invars if eqn is not None and eqn.primitive.name == "add" else ()
         numbers = [x.val for x in terms if isinstance(x, Literal) and not np.ndim(x.val)]
-        found.append(float(numbers[0]) if numbers else None)
+        found.append(float(numbers[0]) if numbers else 0.0)
     return found
 
 

@@ -295,20 +295,19 @@ class Outside:
     def _check_counts(self) -> None:
         """Raises where the number of one worker's rows is added, which doubles with them."""
         program, rows = self._program, self._program.arguments.rows_of_one()
-        suspects = list[tuple[int, str, float]]()
         numbers = differ.added(program.closed.jaxpr)
+        suspects = dict[int, float]()
         for i, (result, number) in enumerate(zip(self._results.each, numbers, strict=True)):
             # Beside totals that are averaged, as those of Keras, a count is one worker's.
-            if number is None or self.roles[i] is not Role.SAME or self._is_averaged(result):
-                continue
-            if number in rows:
-                suspects.append((i, result.name, number))
+            may_be_own = self.roles[i] is Role.SAME and not self._is_averaged(result)
+            if may_be_own and number in rows:
+                suspects[i] = number
         doubled = differ.added(program.doubled[0].jaxpr) if suspects else []
-        for i, name, number in suspects:
+        for i, number in suspects.items():
             if doubled[i] == 2 * number:
                 raise ValueError(
-                    f"to {name} {number:g} is added, the number of one worker's rows, as of len(batch): "
-                    "add that of all, workers.num_gradients * len(batch)"
+                    f"to {self._results.each[i].name} {number:g} is added, the number of one worker's "
+                    "rows, as of len(batch): add that of all, workers.num_gradients * len(batch)"
                 )
 
     def _check_number(self, i: int, result: Result, x: Any) -> None:
