@@ -243,12 +243,12 @@ class Arguments:
     """The arguments of a step, without their values.
 
     Attributes:
-      leaves: their arrays.
+      each: for each leaf of the tree its array, or None where it is none.
+      leaves: the arrays.
       tree: the structure of ``(plain arguments, values of modules)``, with boxes.
       inside: the same without boxes, as in a step.
-      numbers: for each leaf of the tree the place of its array, None where it is none.
       names: of the arguments.
-      values: in modules, by their paths: the numbers of their leaves.
+      values: in modules, by their paths: what ``each`` has of their leaves.
       shardings: how arrays lie outside of a worker.
       keys: places of typed random keys, into which a worker folds its number.
       raw_keys: those of what may be a raw one.
@@ -260,23 +260,25 @@ class Arguments:
         self.tree: Any = call.tree
         self.inside: Any = jax.tree.structure(opened(call.whole))
         self._keywords, self._rows, self._statics = call.keywords, rows, call.statics
-        self.leaves, self.numbers = list[Leaf](), list[int | None]()
+        self.each, self.leaves = list[Leaf | None](), list[Leaf]()
         self._dims, places = arguments_of(rows.which, self.names), graphs.places(call.nodes)
-        self.values = {path: list[int | None]() for path, _ in places}
+        self.values = {path: list[Leaf | None]() for path, _ in places}
         held = _holders((call.whole[0], [x for _, x in places]), workers)
         for place, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(call.whole)):
-            number = None if place in call.statics else len(self.leaves)
-            self.numbers.append(number)
             holder, at, inside = held[place], path[1].idx, path[2:]
-            if path[0].idx:
-                value, _ = places[at]
-                self.values[value].append(number)
-                at, inside = self.graph[value[0]], (*graphs.keys(value[1:]), *inside)
+            variable = places[at][0] if path[0].idx else ()
+            if variable:
+                at, inside = self.graph[variable[0]], (*graphs.keys(variable[1:]), *inside)
             elif holder.variable:  # in an nnx.State, whose variables are parts of a path
                 inside = tuple([key for key in inside if key != _VALUE])
-            if number is not None:
+            leaf = None
+            if place not in call.statics:
                 name = f"{self.names[at]}{jax.tree_util.keystr(inside)}"
-                self.leaves.append(self._leaf(name, at, x, holder))
+                leaf = self._leaf(name, at, x, holder)
+                self.leaves.append(leaf)
+            self.each.append(leaf)
+            if variable:
+                self.values[variable].append(leaf)
         # XLA replicates what is empty.
         lie = [leaf.spec if leaf.shape.size else P() for leaf in self.leaves]
         self.shardings: list[NamedSharding] = workers.shardings(lie)
@@ -392,8 +394,8 @@ class Arguments:
 
     def filled(self, arrays: Sequence[Any]) -> list[Any]:
         """All leaves of the tree: the arrays, and between them what is none."""
-        pairs = enumerate(self.numbers)
-        return [self._statics[place] if i is None else arrays[i] for place, i in pairs]
+        pairs = enumerate(self.each)
+        return [arrays[x.place] if x else self._statics[place] for place, x in pairs]
 
     def called(self, step: Callable[..., Any], arrays: Sequence[Any]) -> tuple[list[Any], Any]:
         """What the step returns for arrays of one worker, and the modules that it was given, changed."""

@@ -85,8 +85,7 @@ class Results:
         for ((which, *path), holder), value in zip(graphs.places(both), values, strict=True):
             known = arguments.values.get(tuple(path), []) if which == 0 else []
             for i, (rest, x) in enumerate(jax.tree_util.tree_leaves_with_path(value)):
-                at = known[i] if i < len(known) else None
-                before = None if at is None else arguments.leaves[at]
+                before = known[i] if i < len(known) else None
                 name = f"result{jax.tree_util.keystr((*graphs.keys(path), *rest))}"
                 name = before.name if before else name
                 self.each.append(Result(name, jnp.asarray(x), before, graphs.kind_of(holder)))
@@ -97,12 +96,11 @@ class Results:
         if path in self._found:
             outside, before = self._found[path]
             leaves = jax.tree.leaves(node)
-            for x, i in zip(leaves, before, strict=True):
-                if i is None:
-                    self._held.append(_Fixed(x))
-                else:
-                    leaf = self._arguments.leaves[i]
+            for x, leaf in zip(leaves, before, strict=True):
+                if leaf:
                     self._add_array(x, leaf.name, before=leaf, kind=leaf.held.variable)
+                else:
+                    self._held.append(_Fixed(x))
             return outside.unflatten(leaves)
         name = f"result{jax.tree_util.keystr(path)}"
         if isinstance(node, Own):
@@ -145,7 +143,7 @@ class Results:
 
 def _continued(
     arguments: Arguments, given: Sequence[Any], out: Any, said: Mapping[str, str]
-) -> dict[Any, tuple[Any, list[int | None]]]:
+) -> dict[Any, tuple[Any, list[Leaf | None]]]:
     """The parts of a result that go on from arguments, by path: structures around the step, and arrays.
 
     They have the same structure, shapes and dtypes. The largest parts are matched first: updates may look
@@ -162,7 +160,7 @@ def _continued(
         if is_inside or _said(jax.tree_util.keystr(path) or "result", said):
             continue
         for outside, before in offered.get((part, own_kinds), ()):
-            arrays = {i for i in before if i is not None}
+            arrays = {x.place for x in before if x}
             if taken.isdisjoint(arrays):
                 taken |= arrays
                 found[path] = outside, before
@@ -172,7 +170,7 @@ def _continued(
 
 def _offered(
     arguments: Arguments, given: Sequence[Any]
-) -> dict[Any, list[tuple[Any, list[int | None]]]]:
+) -> dict[Any, list[tuple[Any, list[Leaf | None]]]]:
     """The parts of the arguments, by their structure in a step, shapes and dtypes.
 
     A number, or an array in something, is too like others; a key is not, nor an argument.
@@ -180,11 +178,11 @@ def _offered(
     each, found = kinds(arguments.filled(given)), dict[Any, Any]()
     outside, inside = (tree.children()[0] for tree in (arguments.tree, arguments.inside))
     for (part, start, depth), (within, *_) in zip(_parts(outside), _parts(inside), strict=True):
-        before = arguments.numbers[start : start + part.num_leaves]
-        arrays = [i for i in before if i is not None]
+        before = arguments.each[start : start + part.num_leaves]
+        arrays = [x.shape for x in before if x]
         is_known = depth > 0 and bool(arrays)
         if is_known and treedef_is_leaf(part):
-            x = arguments.leaves[arrays[0]].shape
+            [x] = arrays
             is_known = is_key(x) or (x.ndim > 0 and (depth == 1 or x.dtype == np.uint32))
         if is_known:
             key = within, tuple(each[start : start + part.num_leaves])
