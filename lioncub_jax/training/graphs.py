@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from lioncub_jax.exchange.mapped import Holder, find_holders
 from lioncub_jax.mesh.placement import Workers
@@ -14,7 +13,6 @@ from lioncub_jax.mesh.specs import StateSpecs, has_flax, is_of_flax
 _TAG = "lioncub_jax.map_step"
 _BOX = "lioncub_jax_own"  # in the metadata of a variable
 _GRAPHS: dict[Any, bool] = {}  # by the structure of an argument
-_PLAIN = {np.ndarray, int, float, str, bool, type(None)}
 
 
 def is_graph(x: Any) -> bool:
@@ -22,8 +20,6 @@ def is_graph(x: Any) -> bool:
 
     Not for an ``nnx.State``, nor for the state of a transform of ours that was made of one.
     """
-    if type(x) in _PLAIN:
-        return False
     if is_of_flax(x):
         from flax import nnx
 
