@@ -12,7 +12,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -100,8 +99,7 @@ def map_step(
     Source: this library.
     """
     check_real(workers)
-    out = dict(out or {})
-    if unknown := [x for x in out.values() if x not in SAID]:
+    if unknown := [x for x in (out or {}).values() if x not in SAID]:
         raise ValueError(
             f"out has {unknown[0]!r}: give 'rows', 'mean', 'sum', 'max', 'min' or 'each' of each name"
         )
@@ -128,16 +126,16 @@ class MappedStep:
         workers: Workers,
         rows: Rows,
         averaged: tuple[str, ...] = (),
-        out: Mapping[str, str] = MappingProxyType({}),
+        out: Mapping[str, str] | None = None,
         donate: Which = (),
         options: dict[str, Any] | None = None,
     ):
         self.step, self.workers, self.rows, self.averaged = step, workers, rows, averaged
-        self.out, self.donate, self.options = out, donate, options
+        self.out, self.donate, self.options = dict(out or {}), donate, options
         devices = workers.mesh.devices.flat
         # Whether all processes take part, of several: then they compare what they do.
-        everywhere = len({x.process_index for x in devices}) == jax.process_count()
-        self._shared = everywhere and jax.process_count() > 1
+        taking_part = {x.process_index for x in devices}
+        self._shared = 1 < len(taking_part) == jax.process_count()
         self._in_flight = deque[jax.Array](maxlen=8)
         self._is_bounded = devices[0].platform == "cpu"
         self._waits: hosts.Waits | None = None
@@ -152,7 +150,7 @@ class MappedStep:
         """What the step returns, of all workers; modules of nnx are changed in place."""
         with Call.of(self.step, args, kwargs) as call:
             if call.traced:
-                program = Program(self, self._arguments(call))
+                program = Program(self, Arguments(call, self.workers, self.rows))
                 return program.results.rebuilt(program.on_mesh(call.arrays))
             key = call.key()
             found = self._calls.get(key)  # once: a module's key has the metadata of each variable
@@ -184,17 +182,15 @@ class MappedStep:
         """The program for a call, which all processes have."""
         if not self._shared:
             return self._program(call)
-        arguments = None
         if self._rows is not None:
             # One process alone may have set a number by hand, which lies elsewhere: no new program, and
             # others do not come.
-            arguments = self._arguments(call)
+            arguments = Arguments(call, self.workers, self.rows)
             self._check_rows(arguments.local_rows(call))
             known = self._programs.get(arguments.key(call))
             if known is not None and known.is_compared:
                 return known
-        build = partial(self._program, call, arguments)
-        program = hosts.together("the step was not traced", build)
+        program = hosts.together("the step was not traced", partial(self._program, call))
         self._compare(program, call)
         return program
 
@@ -220,11 +216,8 @@ class MappedStep:
         hosts.check_same_program(program.jitted.lower(*arrays), program.named(arrays))
         program.is_compared, self._rows = True, self._rows or rows
 
-    def _arguments(self, call: Call) -> Arguments:
-        return Arguments(call, self.workers, self.rows)
-
-    def _program(self, call: Call, arguments: Arguments | None = None) -> "Program":
-        arguments = arguments or self._arguments(call)
+    def _program(self, call: Call) -> "Program":
+        arguments = Arguments(call, self.workers, self.rows)
         key = arguments.key(call)
         if key not in self._programs:
             self._programs[key] = Program(self, arguments)
