@@ -203,15 +203,20 @@ class Differences(Walk):
         if name in _CASTS or not self._named(eqn):
             return operands
         groups = self._groups(eqn)
-        if name == "ppermute" and groups is not None:
-            return self._permuted(eqn, groups, operands)
-        if groups is None or name not in _SAME_IN_A_GROUP | _PARTS_OF_A_GROUP:
+        known = _SAME_IN_A_GROUP | _PARTS_OF_A_GROUP | {"ppermute"}
+        if groups is None or name not in known:
             return self.each
+        sources = {target: source for source, target in eqn.params.get("perm", ())}
         keys: list[Any] = [None] * len(operands)
         for group in groups:
             members = tuple([operands[m] for m in group])
             for place, worker in enumerate(group):
-                keys[worker] = members if name in _SAME_IN_A_GROUP else (members, place)
+                if name in _SAME_IN_A_GROUP:
+                    keys[worker] = members
+                elif name in _PARTS_OF_A_GROUP:
+                    keys[worker] = members, place
+                elif place in sources:  # else it has zeros
+                    keys[worker] = members[sources[place]]
         return _numbered(keys)
 
     def decided(self, eqn: JaxprEqn, by: Classes) -> None:
@@ -241,13 +246,6 @@ class Differences(Walk):
         if len(named) < len(named_axes(eqn)):
             return None
         return [[row[i] for i in part] for row in rows for part in parts]
-
-    def _permuted(self, eqn: JaxprEqn, groups: list[list[int]], given: Classes) -> Classes:
-        keys = [-1] * len(given)  # who is sent nothing has zeros
-        for group in groups:
-            for source, target in eqn.params["perm"]:
-                keys[group[target]] = given[group[source]]
-        return _numbered(keys)
 
 
 def named_axes(eqn: JaxprEqn) -> Axes:
