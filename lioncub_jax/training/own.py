@@ -94,16 +94,16 @@ def prepared(state: Any, workers: Workers) -> Any:
     return state
 
 
-def _prepared(node: Any, workers: Workers) -> Any:
-    if isinstance(node, Own):
-        return node
-    if is_of_optax(node) and exchanging_state(node) is not None:
-        return jax.tree.map(partial(_held, workers), find_holders(node), node)
-    tree: Any
-    parts, tree = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
-    if len(parts) == 1 and parts[0] is node:
-        return _held(workers, Holder.ALL, node)
-    return tree.unflatten([_prepared(part, workers) for part in parts])
+def _prepared(state: Any, workers: Workers) -> Any:
+    def is_whole(x: Any) -> bool:
+        return isinstance(x, Own) or (is_of_optax(x) and exchanging_state(x) is not None)
+
+    def of_part(x: Any) -> Any:
+        if isinstance(x, Own):
+            return x
+        return jax.tree.map(partial(_held, workers), find_holders(x), x)
+
+    return jax.tree.map(of_part, state, is_leaf=is_whole)
 
 
 def _held(workers: Workers, holder: Holder, x: Any) -> Any:
