@@ -105,10 +105,9 @@ class Walk:
 
             carry = self._repeated(step, given[at : at + carried])
             return results if params["length"] else [*carry, *results[carried:]]
-        for one in inner:  # a call, a nested shard_map
-            sizes = len(one.invars), len(one.outvars)
-            if len(inner) == 1 and sizes == (len(given), len(eqn.outvars)):
-                return self.results(one, given)
+        sizes = [(len(x.invars), len(x.outvars)) for x in inner]
+        if sizes == [(len(given), len(eqn.outvars))]:  # a call, a nested shard_map
+            return self.results(inner[0], given)
         return [self.plain(eqn, given)] * len(eqn.outvars)
 
     def _repeated(self, turn: Callable[[list[Any]], list[Any]], carry: list[Any]) -> list[Any]:
@@ -239,7 +238,7 @@ class Differences(Walk):
         named = self._named(eqn)
         places = [self._axes.index(n) for n in named]
         lines = np.moveaxis(self._grid, places, range(-len(places), 0))
-        rows = lines.reshape(-1, np.prod([self._grid.shape[i] for i in places], dtype=int)).tolist()
+        rows = lines.reshape(-1, np.prod(lines.shape[-len(places) :])).tolist()
         parts = eqn.params.get("axis_index_groups")
         if parts is None:
             return rows  # type: ignore[no-any-return]
