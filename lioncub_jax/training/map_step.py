@@ -3,7 +3,16 @@
 The step is traced once, inside of a ``shard_map`` over the workers' axes, where each worker has its rows,
 whole parameters, and its own gradients; only the optimizer talks. `differ` reads that trace: which results
 differ between workers is proven, never guessed from names. The same trace is then run, so foreign code
-needs no casts. `arguments` says what goes in, `results` what comes out.
+needs no casts. A first call goes this way:
+
+1. `Call` makes its arguments flat, and `Arguments` gives each array a `Role`: rows, each worker's own, or
+   the same for all.
+2. `Program` traces the step on one worker. `Results` has what it returns, and of each array the argument
+   that it goes on from.
+3. `differ.Origins` finds raw random keys, and `differ.Differences` the workers that have the same of each
+   result.
+4. `Outside` gives each result a `Role`, or raises an error that names it.
+5. `Program.on_mesh` runs the trace on all workers, and `Outside.joined` joins what they return.
 """
 
 import contextlib
