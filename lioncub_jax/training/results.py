@@ -76,7 +76,12 @@ class Results:
         if not is_graph:
             self._found = _continued(arguments, given, out, said)
             self._held = list[Any]()  # a place in ``each``, or what is no array
-            self._tree = jax.tree.structure(self._add(out, ()))
+
+            def is_part(path: Any, x: Any) -> bool:
+                return path in self._found or isinstance(x, Own)
+
+            whole = jax.tree.map_with_path(self._add, out, is_leaf=is_part, is_leaf_takes_path=True)
+            self._tree = jax.tree.structure(whole)
 
     def _add_state(self, nodes: list[Any], out: Any) -> None:
         """Adds the variables of the modules that the step was given, and of those that it returns."""
@@ -91,7 +96,7 @@ class Results:
                 self.each.append(Result(name, jnp.asarray(x), before, graphs.kind_of(holder)))
         self._state_tree = jax.tree.structure(values)
 
-    def _add(self, node: Any, path: Any) -> Any:
+    def _add(self, path: Any, node: Any) -> Any:
         """Adds the arrays of a part of what is returned; returns it as it is around the step."""
         if path in self._found:
             outside, before = self._found[path]
@@ -107,10 +112,6 @@ class Results:
             for x in jax.tree.leaves(node.value):
                 self._add_array(x, name, kind="own")
             return node.value
-        if not jax.tree_util.all_leaves([node]):
-            tree: Any
-            parts, tree = jax.tree_util.tree_flatten_with_path(node, lambda x: x is not node)
-            return tree.unflatten([self._add(x, (*path, *rest)) for rest, x in parts])
         said = _said(name, self._out)
         # A number of Python may be that of a worker's rows.
         is_count = type(node) is int and (said or node in self._arguments.rows_of_one())
