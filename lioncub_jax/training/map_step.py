@@ -244,7 +244,9 @@ class MappedStep:
         with Call.of(self.step, args, kwargs) as call:
             program = self._program(call)
             given = [f"{x.name}: {x.role.value}" for x in program.arguments.leaves]
-            return "\n".join(["given", *given, "returned", *program.outside.lines()])
+            pairs = zip(program.results.each, program.outside.roles, strict=True)
+            returned = [f"{x.name}: {role.value}" for x, role in pairs]
+            return "\n".join(["given", *given, "returned", *returned])
 
     def prepare(self, state: Any) -> Any:
         """Places a state on the mesh, and gives each worker its own of what stands in front of an exchange.

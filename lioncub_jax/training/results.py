@@ -437,11 +437,6 @@ class Outside:
                 specs.append(P(axes) if role is Role.OWN else P())
         return specs
 
-    def lines(self) -> list[str]:
-        """What becomes of each result, a line each."""
-        pairs = zip(self._results.each, self.roles, strict=True)
-        return [f"{result.name}: {role.value}" for result, role in pairs]
-
     def joined(self, results: list[Any], before: Sequence[Any]) -> list[Any]:
         """Results as they leave a worker; ``before``: what it was given, by place."""
         axes, each = self._workers.axes, self._results.each
