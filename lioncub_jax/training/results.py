@@ -256,7 +256,7 @@ class Outside:
             statistic = result.kind == "BatchStat" or self._is_averaged(result)
             if statistic and is_float:
                 return Role.MEAN
-            raise ValueError(self._drift(i, result, x))
+            raise ValueError(self._drift(i, result))
         if is_key(x):
             raise ValueError(
                 f"{result.name} is a random key that differs between workers: return it as state"
@@ -264,7 +264,7 @@ class Outside:
         if result.said:
             return result.said
         if not x.ndim:
-            self._check_number(i, result, x)
+            self._check_number(i, result)
             return Role.MEAN if is_float else Role.SUM
         if self._program.grown[i]:
             return Role.ROWS
@@ -309,9 +309,9 @@ class Outside:
                     "rows, as of len(batch): add that of all, workers.num_gradients * len(batch)"
                 )
 
-    def _check_number(self, i: int, result: Result, x: Any) -> None:
+    def _check_number(self, i: int, result: Result) -> None:
         """Raises for a number that picks one of a worker's, of which there is no mean and no sum."""
-        jaxpr = self._program.closed.jaxpr
+        jaxpr, x = self._program.closed.jaxpr, result.array
         name = differ.last_operation(jaxpr, jaxpr.outvars[i])
         if name in differ.PICKS or x.dtype == bool:
             raise ValueError(
@@ -355,9 +355,9 @@ class Outside:
                     "a ratio"
                 )
 
-    def _drift(self, i: int, result: Result, x: Any) -> str:
+    def _drift(self, i: int, result: Result) -> str:
         """An error's text for state that all workers hold, and that differs after the step."""
-        leaf, over = result.before, self._over[i]
+        x, leaf, over = result.array, result.before, self._over[i]
         axes = f" over {', '.join(over)}" if len(self._workers.axes) > 1 else ""
         of = (
             f"{result.name}, {x.dtype}{list(x.shape)}, differs between workers{axes} after the step"
