@@ -218,10 +218,10 @@ class Outside:
       specs: how each lies on the mesh.
     """
 
-    def __init__(self, program: Any, differences: Differences, differ: Sequence[Classes]):
+    def __init__(self, program: Any, differences: Differences, classes: Sequence[Classes]):
         self._program, self._differences = program, differences
         # The workers' axes over which each result differs.
-        self._over = [differences.axes_of(classes) for classes in differ]
+        self._over = [differences.axes_of(x) for x in classes]
         self._results, self._workers = program.results, program.workers
         self._leaves = program.arguments.leaves
         self.roles = [self._role(i, x) for i, x in enumerate(self._results.each)]
