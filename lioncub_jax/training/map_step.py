@@ -300,17 +300,15 @@ class Program:
 
     def _check_scans(self, scanned: set[int]) -> None:
         """Raises for rows along the dimension over which a scan with an exchange in it runs, its steps."""
-        for i in sorted(scanned):
-            leaf = self.arguments.leaves[i]
-            if leaf.role is not Role.ROWS or leaf.dim:
-                continue
-            name = self.arguments.names[leaf.argument]
-            raise ValueError(
-                f"{leaf.name} has shape {leaf.shape.shape}, of which the first dimension is cut into the "
-                "rows of the workers, and a scan with the exchange in it runs over it, so each worker "
-                "would take other steps. Name the dimension of the rows behind that of the steps: "
-                f"map_step(step, workers, rows={{{name!r}: 1}})"
-            )
+        for leaf in self.arguments.leaves:
+            if leaf.place in scanned and leaf.role is Role.ROWS and leaf.dim == 0:
+                name = self.arguments.names[leaf.argument]
+                raise ValueError(
+                    f"{leaf.name} has shape {leaf.shape.shape}, of which the first dimension is cut into "
+                    "the rows of the workers, and a scan with the exchange in it runs over it, so each "
+                    "worker would take other steps. Name the dimension of the rows behind that of the "
+                    f"steps: map_step(step, workers, rows={{{name!r}: 1}})"
+                )
 
     def _check_whole_batch(self, error: Exception) -> None:
         """Raises, where the step cannot be traced, if it can with the whole batch: then rows= cures it.
