@@ -21,7 +21,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -263,6 +263,20 @@ class MappedStep:
         return prepared(state, self.workers)
 
 
+class Trace(NamedTuple):
+    """A step as it was traced on one worker.
+
+    Attributes:
+      closed: its jaxpr.
+      results: what it returns.
+      run: a function that is this jaxpr.
+    """
+
+    closed: Any
+    results: Results
+    run: Callable[..., Any]
+
+
 class Program:
     """A step for arguments of one structure: traced, read, and run.
 
@@ -281,7 +295,7 @@ class Program:
         self.mapper = with_free_axis(self.workers) if self.workers.group else self.workers
         self.specs = [x.spec for x in self.arguments.leaves]
         try:
-            self.closed, self.results, self.one = self._traced()
+            self.closed, self.results, self.run = self._traced()
         except Exception as error:
             self._check_whole_batch(error)
             raise
@@ -320,7 +334,7 @@ class Program:
         with contextlib.suppress(Exception):
             found = self._traced(times=workers)
         if found is not None:
-            self.arguments.check_batch(found[1].returned(), self.arguments.raw_keys)
+            self.arguments.check_batch(found.results.returned(), self.arguments.raw_keys)
             cut = ", ".join(x.name for x in self.arguments.leaves if x.role is Role.ROWS)
             error.add_note(
                 f"With all rows the step runs. On a worker {cut} has 1/{workers} of its rows, and other "
@@ -328,8 +342,8 @@ class Program:
                 "and name it, map_step(step, workers, rows=...)"
             )
 
-    def _traced(self, times: int = 1) -> tuple[Any, Results, Callable[..., Any]]:
-        """The step on one worker: its jaxpr, its results, and a function that is this jaxpr.
+    def _traced(self, times: int = 1) -> Trace:
+        """Traces the step on one worker.
 
         JAX knows the trace of a jitted function again, so that the step is not traced a second time. What
         a worker has of an array is taken inside of it: taken in front, AdamW's owners need a quarter more
@@ -367,13 +381,12 @@ class Program:
             shapes.append(leaf.shape.update(shape=tuple(shape)))
         token = checks.proven.set(True)
         try:
-            run = self.mapper.map(probe, (self.specs,), P(), typed=False)
-            jax.eval_shape(run, shapes)
+            jax.eval_shape(self.mapper.map(probe, (self.specs,), P(), typed=False), shapes)
         finally:
             checks.proven.reset(token)
         found["jaxpr"] = differ.without_axes(found["traced"], self.workers.axes)
-        one = jitted if found["jaxpr"] is found["traced"] else known
-        return found["jaxpr"], found["results"], one
+        run = jitted if found["jaxpr"] is found["traced"] else known
+        return Trace(found["jaxpr"], found["results"], run)
 
     def _read(self) -> None:
         """Proves which results differ between workers, and decides what becomes of them."""
@@ -397,14 +410,14 @@ class Program:
         return {x.name: array for x, array in zip(self.arguments.leaves, arrays, strict=True)}
 
     @cached_property
-    def doubled(self) -> tuple[Any, Results]:
-        """The jaxpr and the results of twice the rows."""
-        return self._traced(times=2)[:2]
+    def doubled(self) -> Trace:
+        """The step with twice the rows."""
+        return self._traced(times=2)
 
     @cached_property
     def grown(self) -> list[bool]:
         """For each result whether its first dimension doubles with the rows: such are rows themselves."""
-        pairs = zip(self.results.each, self.doubled[1].each, strict=True)
+        pairs = zip(self.results.each, self.doubled.results.each, strict=True)
         arrays = [(one.array, other.array) for one, other in pairs]
         return [x.ndim > 0 and y.shape[0] == 2 * x.shape[0] for x, y in arrays]
 
@@ -466,7 +479,7 @@ class Program:
             whole = self.arguments.on_worker(arrays)
             here = [fold(self.workers, x) if i in self.keys else x for i, x in enumerate(arrays)]
             with jax.named_scope(scopes.DECIDED):  # by none alone: `differ` has proven it
-                results = self.one(here)
+                results = self.run(here)
             if self.chains:
                 for i, x in zip(self.chains, self._unfolded(arrays), strict=True):
                     results[i] = x

@@ -301,7 +301,7 @@ class Outside:
             may_be_own = self.roles[i] is Role.SAME and not self._is_averaged(result)
             if may_be_own and number in rows:
                 suspects[i] = number
-        doubled = differ.added(program.doubled[0].jaxpr) if suspects else []
+        doubled = differ.added(program.doubled.closed.jaxpr) if suspects else []
         for i, number in suspects.items():
             if doubled[i] == 2 * number:
                 raise ValueError(
