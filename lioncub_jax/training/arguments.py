@@ -250,7 +250,8 @@ class Arguments:
       names: of the arguments.
       values: in modules, by their paths: what ``each`` has of their leaves.
       shardings: how arrays lie outside of a worker.
-      keys: places of typed random keys, into which a worker folds its number.
+      typed_keys: places of typed random keys.
+      keys: of these, into which a worker folds its number.
       raw_keys: those of what may be a raw one.
     """
 
@@ -264,7 +265,9 @@ class Arguments:
         self._dims, places = arguments_of(rows.which, self.names), graphs.places(call.nodes)
         self.values = {path: list[Leaf | None]() for path, _ in places}
         held = _holders((call.whole[0], [x for _, x in places]), workers)
-        for place, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(call.whole)):
+        flat = jax.tree_util.tree_leaves_with_path(call.whole)
+        specs = [spec_of(x) for _, x in flat]
+        for place, (path, x) in enumerate(flat):
             holder, at, inside = held[place], path[1].idx, path[2:]
             variable = places[at][0] if path[0].idx else ()
             if variable:
@@ -274,7 +277,7 @@ class Arguments:
             leaf = None
             if place not in call.statics:
                 name = f"{self.names[at]}{jax.tree_util.keystr(inside)}"
-                leaf = self._leaf(name, at, x, holder)
+                leaf = self._leaf(name, at, x, specs[place], holder)
                 self.leaves.append(leaf)
             self.each.append(leaf)
             if variable:
@@ -285,9 +288,9 @@ class Arguments:
         self._find_keys()
         self._check_rows()
 
-    def _leaf(self, name: str, at: int, x: Any, held: Held) -> Leaf:
+    def _leaf(self, name: str, at: int, x: Any, spec: P, held: Held) -> Leaf:
         workers, rows, dim = self.workers, self._rows, self._dims.get(at)
-        spec = spec_of(x) if dim is None or rows.spec is None else rows.spec
+        spec = spec if dim is None or rows.spec is None else rows.spec
         role, spec, dim = _role(name, x, spec, held.own, dim, workers)
         over = () if role is Role.SAME else axes_of(spec[dim])
         kind = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
@@ -298,13 +301,14 @@ class Arguments:
         return Leaf(len(self.leaves), name, at, role, spec, shape, dim, over, held)
 
     def _find_keys(self) -> None:
+        self.typed_keys = {i for i, x in enumerate(self.leaves) if is_key(x.shape)}
         # An optimizer's own keys are the same for all; a class that says who has its fields folds them.
         may_be = {
             i: x.shape
             for i, x in enumerate(self.leaves)
             if x.role is Role.SAME and not x.held.in_optimizer and not x.held.declared
         }
-        self.keys = {i for i, x in may_be.items() if is_key(x)}
+        self.keys = self.typed_keys.intersection(may_be)
         self.raw_keys = {i for i, x in may_be.items() if x.dtype == np.uint32 and x.ndim == 1}
 
     def _check_rows(self) -> None:
@@ -343,7 +347,7 @@ class Arguments:
             return
         known = {self.leaves[i].argument for i in returned} | {*self.graph}
         for i, x in enumerate(self.leaves):
-            is_array = x.role is Role.SAME and x.shape.ndim and not is_key(x.shape)
+            is_array = x.role is Role.SAME and x.shape.ndim and i not in self.typed_keys
             if x.argument in known or not is_array or i in keys:
                 continue
             last, other = self.names[-1], self.names[x.argument]

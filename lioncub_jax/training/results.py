@@ -180,11 +180,12 @@ def _offered(
     outside, inside = (tree.children()[0] for tree in (arguments.tree, arguments.inside))
     for (part, start, depth), (within, *_) in zip(_parts(outside), _parts(inside), strict=True):
         before = arguments.each[start : start + part.num_leaves]
-        arrays = [x.shape for x in before if x]
+        arrays = [x for x in before if x]
         is_known = depth > 0 and bool(arrays)
         if is_known and treedef_is_leaf(part):
-            [x] = arrays
-            is_known = is_key(x) or (x.ndim > 0 and (depth == 1 or x.dtype == np.uint32))
+            place, x = arrays[0].place, arrays[0].shape
+            is_array = x.ndim > 0 and (depth == 1 or x.dtype == np.uint32)
+            is_known = is_array or place in arguments.typed_keys
         if is_known:
             key = within, tuple(each[start : start + part.num_leaves])
             found.setdefault(key, []).append((part, before))
