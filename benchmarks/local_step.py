@@ -83,7 +83,8 @@ def voting(params: Any, **parts: Any) -> Candidate:
     exchange = transform.with_matrices(exchange, params)
     state = lc.communicate(workers="data", momentum=rule).init(params)
     leaves = jax.tree.leaves(params)
-    plan = make_plan(exchange, leaves, WORKERS, devices=1)
+    first = jnp.int32(0)
+    plan = make_plan(exchange, leaves, WORKERS, 1, first, first, first)
     shared, buckets = plan.shared, [bucket.layout for bucket in plan.buckets]
     parts = [jnp.zeros((x.rows_per_chunk, ROW)) for x in shared] if shared else params
     error = transform.zero_errors(codec, parts)
@@ -99,9 +100,8 @@ def voting(params: Any, **parts: Any) -> Candidate:
         state = state._replace(owner=transform.flats(held, buckets))
 
     def step(params, state, grads):
-        first = jnp.int32(0)
-        here = plan.in_step(first, state.count, first)
-        updates, state = transform.take_step(exchange, here, grads, state, None)
+        here = make_plan(exchange, leaves, WORKERS, 1, first, first, state.count)
+        updates, state = transform.take_step(here, grads, state, None)
         updates, _ = rest.update(updates, rest.init(params), params)
         return optax.apply_updates(params, updates), state, grads
 

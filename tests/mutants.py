@@ -78,7 +78,7 @@ MUTANTS = r"""
 + float(s.size)
 
 = participation: a device with a NaN abstains, and others of its worker vote
-- ~axes.any_over_shards(~xla.all_delayed_by(flags, words), plan.axis)
+- ~axes.any_over_shards(~xla.all_delayed_by(flags, words), plan.exchange.axis)
 + xla.all_delayed_by(flags, words)
 
 = remember_errors: padding in a chunk of a group keeps an error

@@ -30,22 +30,12 @@ def encode(quantizer, x, step, worker, *, workers):
     codec, (bucket,) = codec_of(quantizer), layout.buckets([x], workers)
     (piece,) = bucket.pieces
     rows = layout.piece_to_rows(layout.join_piece([x], piece), piece)
-    sizes = layout.row_sizes(bucket, [None])
-    fmt = plan.message_format(codec, bucket)
-    here = plan.BucketPlan(
-        layout=bucket,
-        message=fmt,
-        reply=fmt,
-        num_shards=1,
-        deal=None,
-        pieces=[piece],
-        row_sizes=sizes,
-    )
-    own = plan.Plan(
-        axis=(), num_workers=workers, buckets=(here,), shared=(), for_tpu=False, padding_counts=False,
-        abstains_per_bucket=False, row_sizes=[None], worker=worker, num_steps=step,
+    exchange = plan.Exchange(
+        axis=(), group=(), momentum_rule=lc.momentum.nothing(), message_codec=codec,
+        decision=lc.decide.majority(), wire=lc.wires.two_phase(),
     )  # fmt: skip
-    message = encode_bucket(codec, own, here, [jnp.uint32(0)], [rows])
+    own = plan.make_plan(exchange, [x], workers, 1, worker, jnp.int32(0), step)
+    message = encode_bucket(own, own.buckets[0], [rows])
     parts = rows.reshape(bucket.packed_chunks, -1, 128)
     planes = [x.reshape(len(parts), -1) for x in message.planes]
     codes = None

@@ -1,24 +1,21 @@
 """The plan of a step: the components of an exchange, and where each leaf travels.
 
 An `Exchange` has what a user has chosen. A `Plan` follows from it and from the types of the leaves:
-buckets, their formats, shards, and the places of padding. It is made once for the same types; a step reads
-its fields, and adds the arrays of this device's worker.
+buckets, their formats, shards, and the places of padding. It is made where a step is traced.
 """
 
-import functools
-import math
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from lioncub_jax.exchange import bits, layout, matrices, xla
-from lioncub_jax.exchange.bits import ROW
+from lioncub_jax.exchange.bits import BLOCK, ROW
 from lioncub_jax.exchange.layout import BucketLayout, Piece
 from lioncub_jax.exchange.matrices import Deal, Matrices
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.quantize import Codec
-from lioncub_jax.exchange.votes import Decision, ReplyCodec
+from lioncub_jax.exchange.votes import Decision
 from lioncub_jax.exchange.wires import Format, Wire
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
@@ -53,6 +50,11 @@ class Exchange(NamedTuple):
         """True where leaves are joined to rows first: of a group, or of whole matrices."""
         return bool(self.group) or self.matrices is not None
 
+    @property
+    def abstains_per_bucket(self) -> bool:
+        """True where a worker abstains only from buckets with a value that is not finite."""
+        return self.bucket_size is not None
+
 
 class BucketPlan(NamedTuple):
     """A bucket of this worker.
@@ -61,165 +63,124 @@ class BucketPlan(NamedTuple):
       layout: places of its leaves.
       message: format of messages about a chunk.
       reply: format of replies.
-      num_shards: shards of each leaf.
       deal: of its rows, if whole matrices were dealt; else None.
-      pieces: those of ``layout``; in a step with starts that are known at run time only, see
-        `layout.pieces`.
-      row_sizes: in a step ``int32[rows]``, elements of each row that are no padding; None where all are, or
-        where padding cannot count.
-      shard: in a step ``uint32[]``, index of the shard of the leaves on this device; 0 for whole leaves.
+      pieces: those of ``layout``, with starts that are known at run time only, see `layout.pieces`.
+      row_sizes: ``int32[rows]``, elements of each row that are no padding; None where all are, or where
+        padding cannot count.
+      starts: ``uint32[]`` each, the block with which each piece begins, known at run time only.
+      shard: ``uint32[]``, index of the shard of the leaves on this device; 0 for whole leaves.
+      num_shards: shards of each leaf.
     """
 
     layout: BucketLayout
     message: Format
     reply: Format
-    num_shards: int
     deal: Deal | None
     pieces: Sequence[Piece]
-    row_sizes: jax.Array | None = None
-    shard: jax.Array | int = 0
+    row_sizes: jax.Array | None
+    starts: Sequence[jax.Array]
+    shard: Any
+    num_shards: int
 
 
 class Plan(NamedTuple):
-    """Where the leaves of a worker lie, and what is sent of them: all that types tell, made once.
+    """Where the leaves of this device's worker lie, and what is sent of them.
 
     Attributes:
-      axis: mesh axes of the workers.
+      exchange: the components.
       num_workers: W.
       buckets: in which its leaves travel; where ``shared`` is not empty, in which its parts of those
         buckets do: `step.step` is then given parts for leaves.
       shared: in a group of devices, the buckets of whole leaves that the group shares, a first stage; this
         device's part of number k is leaf k of ``buckets``, the second. Likewise deals of whole matrices. ()
         without either.
+      row_sizes: None for each whole leaf; for each part of a shared bucket ``int32[rows]``, elements that
+        are no padding.
       for_tpu: the program is one of TPUs, and leaves of whole tiles lie in their order.
-      padding_counts: rows of nothing but padding have votes, or an owner's state.
-      abstains_per_bucket: the worker abstains only from buckets with a value that is not finite.
-      worker: in a step ``int32[]``, index of the worker; varies over the workers.
-      num_steps: in a step ``int32[]``, steps taken before.
-      row_sizes: None for each whole leaf; in a step for each part of a shared bucket ``int32[rows]``,
-        elements that are no padding.
+      worker: ``int32[]``, index of the worker; varies over the workers.
+      num_steps: ``int32[]``, steps taken before.
     """
 
-    axis: Axes
+    exchange: Exchange
     num_workers: int
-    buckets: tuple[BucketPlan, ...]
-    shared: tuple[BucketLayout | Deal, ...]
-    for_tpu: bool
-    padding_counts: bool
-    abstains_per_bucket: bool
+    buckets: Sequence[BucketPlan]
+    shared: Sequence[BucketLayout | Deal]
     row_sizes: Sequence[jax.Array | None]
-    worker: Any = None
-    num_steps: Any = None
-
-    def in_step(self, worker: jax.Array, num_steps: jax.Array, device: jax.Array) -> "Plan":
-        """The plan with the arrays of a step, on one device.
-
-        Args:
-          worker: ``int32[]``, index of the worker.
-          num_steps: ``int32[]``, steps taken before.
-          device: ``int32[]``, its index in the group.
-        """
-        row_sizes = self.row_sizes
-        if self.shared:
-            row_sizes = [x.part_sizes(device, self.padding_counts) for x in self.shared]
-        buckets = []
-        for bucket in self.buckets:
-            shard, _ = axes.shard_of(bucket.layout.axes, self.axis)
-            own = bucket._replace(
-                pieces=layout.pieces(bucket.layout, num_steps),
-                row_sizes=layout.row_sizes(bucket.layout, row_sizes, self.padding_counts),
-                shard=shard,
-            )
-            buckets.append(own)
-        return self._replace(
-            buckets=tuple(buckets), worker=worker, num_steps=num_steps, row_sizes=row_sizes
-        )
+    for_tpu: bool
+    worker: jax.Array
+    num_steps: jax.Array
 
 
-def plan_on_device(exchange: Exchange, leaves: Sequence[Any]) -> Plan:
-    """The plan of this device's worker, whose gradients are ``leaves``, or have their shapes and types."""
-    num_workers, devices = axes.workers_on(exchange.axis), axes.workers_on(exchange.group)
-    return make_plan(exchange, leaves, num_workers, devices)
-
-
-def make_plan(exchange: Exchange, leaves: Sequence[Any], num_workers: int, devices: int) -> Plan:
-    """The plan for leaves of these shapes and types: made once, and then remembered.
+def make_plan(
+    exchange: Exchange,
+    leaves: Sequence[Any],
+    num_workers: int,
+    group_size: int,
+    worker: jax.Array,
+    device: jax.Array,
+    num_steps: jax.Array,
+) -> Plan:
+    """The plan of a step.
 
     Args:
       exchange: its components.
-      leaves: arrays of a device.
+      leaves: gradients of this device, or what has their shapes and types.
       num_workers: W.
-      devices: of each worker, in a group.
+      group_size: devices of each worker, in a group.
+      worker: ``int32[]``, index of the worker.
+      device: ``int32[]``, its index in the group.
+      num_steps: ``int32[]``, steps taken before.
     """
-    types = tuple([(x.shape, x.dtype, tuple(sorted(axes.varying_axes(x)))) for x in leaves])
-    decision, mesh = exchange.decision, jax.sharding.get_abstract_mesh()
-    # Numbers of an exchange may be traced, so the components without them are what is remembered.
-    nothing: Any = None
-    fixed = exchange._replace(momentum_rule=nothing, decision=nothing)
-    facts = num_workers, devices, mesh, xla.for_tpu()
-    return _planned(fixed, decision.reply_codec, decision.init is not None, types, *facts)
-
-
-@functools.lru_cache(maxsize=64)
-def _planned(
-    exchange: Exchange, reply_codec: ReplyCodec, has_state: bool, types: tuple[Any, ...],
-    num_workers: int, devices: int, mesh: Any, for_tpu: bool,
-) -> Plan:  # fmt: skip
-    """`make_plan` by types, and by the mesh, which has the sizes of axes."""
-    codec = exchange.message_codec
-    leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in types]
-    shared, layouts = bucket_leaves(exchange, leaves, [x[2] for x in types], num_workers, devices)
+    codec, decision = exchange.message_codec, exchange.decision
+    shared, layouts = bucket_leaves(exchange, leaves, num_workers, group_size)
+    # Rows of nothing but padding have votes, or an owner's state.
+    padding_counts = codec.midtread or decision.init is not None
+    row_sizes: list[jax.Array | None] = [None] * len(leaves)
+    if shared:
+        row_sizes = [x.part_sizes(device, padding_counts) for x in shared]
     buckets = []
     for bucket in layouts:
-        deal = shared[bucket.segments[0].leaf] if shared else None
+        shard, num_shards = axes.shard_of(bucket.axes, exchange.axis)
         message = message_format(codec, bucket)
         own = BucketPlan(
             bucket,
             message,
-            reply=reply_codec.format(message),
-            num_shards=math.prod([mesh.shape[n] for n in bucket.axes if n not in exchange.axis]),
-            deal=deal if isinstance(deal, Deal) else None,
-            pieces=bucket.pieces,
+            reply=decision.reply_codec.format(message),
+            deal=deal_of(bucket, shared),
+            pieces=layout.pieces(bucket, num_steps),
+            row_sizes=layout.row_sizes(bucket, row_sizes, padding_counts),
+            starts=xla.runtime_constants([x.first_row // BLOCK for x in bucket.pieces], num_steps),
+            shard=shard,
+            num_shards=num_shards,
         )
         buckets.append(own)
-    return Plan(
-        exchange.axis,
-        num_workers,
-        tuple(buckets),
-        tuple(shared),
-        for_tpu,
-        padding_counts=codec.midtread or has_state,
-        abstains_per_bucket=exchange.bucket_size is not None,
-        row_sizes=(None,) * len(leaves),
-    )
+    return Plan(exchange, num_workers, buckets, shared, row_sizes, xla.for_tpu(), worker, num_steps)
 
 
 def bucket_leaves(
-    exchange: Exchange,
-    leaves: Sequence[Any],
-    over: Sequence[Collection[str]],
-    num_workers: int,
-    devices: int,
-) -> tuple[Sequence[BucketLayout | Deal], tuple[BucketLayout, ...]]:
-    """Buckets that a group of devices shares, and deals, () without; and those that travel between workers.
-
-    ``over``: for each leaf the mesh axes over which it varies.
-    """
-    size = exchange.bucket_size
+    exchange: Exchange, leaves: Sequence[Any], num_workers: int, group_size: int
+) -> tuple[Sequence[BucketLayout | Deal], Sequence[BucketLayout]]:
+    """Buckets that a group shares, or deals, () without either; and those that travel between workers."""
+    size, over = exchange.bucket_size, [axes.varying_axes(x) for x in leaves]
     if not exchange.joins_leaves:
         return (), layout.buckets(leaves, num_workers, size, over)
     shared: Sequence[BucketLayout | Deal]
     if exchange.matrices is None:
-        shared = layout.buckets(leaves, devices, size, over)
-        part_size = None if size is None else max(size // devices, 1)
+        shared = layout.buckets(leaves, group_size, size, over)
+        part_size = None if size is None else max(size // group_size, 1)
     else:
         check_dealt(exchange, over, num_workers)
         whole, group = exchange.matrices, exchange.group
-        shared = matrices.deals(leaves, over, whole, num_workers, group, devices)
+        shared = matrices.deals(leaves, over, whole, num_workers, group, group_size)
         part_size = 1  # so each travels by itself
     parts = [jax.ShapeDtypeStruct((x.rows_per_chunk, ROW), x.dtype) for x in shared]
-    over = [x.axes for x in shared]
-    return shared, layout.buckets(parts, num_workers, part_size, over)
+    return shared, layout.buckets(parts, num_workers, part_size, [x.axes for x in shared])
+
+
+def deal_of(bucket: BucketLayout, shared: Sequence[BucketLayout | Deal]) -> Deal | None:
+    """The deal whose rows a bucket has, or None."""
+    first = shared[bucket.segments[0].leaf] if shared else None
+    return first if isinstance(first, Deal) else None
 
 
 def check_dealt(exchange: Exchange, over: Sequence[Collection[str]], num_workers: int) -> None:

@@ -73,10 +73,8 @@ from jax import lax
 from lioncub_jax.exchange import bits, layout, wires, xla
 from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW, saturated
 from lioncub_jax.exchange.layout import Piece
-from lioncub_jax.exchange.momentum import MomentumRule
-from lioncub_jax.exchange.plan import BucketPlan, Exchange, Plan
+from lioncub_jax.exchange.plan import BucketPlan, Plan
 from lioncub_jax.exchange.quantize import Codec, Context
-from lioncub_jax.exchange.votes import Decision
 from lioncub_jax.exchange.wires import (
     Coded,
     Message,
@@ -131,7 +129,6 @@ class StepResult(NamedTuple):
 
 
 def step(
-    exchange: Exchange,
     plan: Plan,
     grads: Sequence[jax.Array],
     mu: Sequence[Any],
@@ -142,8 +139,7 @@ def step(
     """Takes one step of this worker, which meets the others in ``collect`` and ``publish`` only.
 
     Args:
-      exchange: its components.
-      plan: this worker's index, and the places of its leaves in buckets.
+      plan: the components, this worker's index, and the places of its leaves in buckets.
       grads: ``g`` of each leaf; varies over the workers.
       mu: of each leaf, None where there is none; varies over the workers.
       error: likewise, ``e``.
@@ -152,16 +148,14 @@ def step(
       abstain: ``bool[]``, True to abstain; or None.
     """
     if plan.num_workers == 1:
-        return single_worker_step(exchange, plan, grads, mu, error, owner_states, abstain)
-    rule, codec = exchange.momentum_rule, exchange.message_codec
+        return single_worker_step(plan, grads, mu, error, owner_states, abstain)
 
     # All buckets are encoded before one is sent: a NaN in the last may keep this worker out of the first.
     inputs, coded = [], []  # of each bucket
-    starts = [first_blocks(plan, bucket) for bucket in plan.buckets]
-    for bucket, own_starts in zip(plan.buckets, starts, strict=True):
-        own = [interpolate(plan, rule, piece, grads, mu, error) for piece in bucket.pieces]
+    for bucket in plan.buckets:
+        own = [interpolate(plan, piece, grads, mu, error) for piece in bucket.pieces]
         inputs.append(own)
-        coded.append(encode(codec, plan, bucket, own_starts, [x.values for x in own]))
+        coded.append(encode(plan, bucket, [x.values for x in own]))
     reuses_momentum = any(x is not None for x in mu)
     participates = participation(plan, coded, reuses_momentum, abstain)
 
@@ -173,40 +167,36 @@ def step(
         message = addressed(coded[k], bucket.message, here)
         with jax.named_scope("lioncub.remember"):
             if inputs[k][0].error is not None:
-                remember_errors(
-                    codec, plan, bucket, starts[k], inputs[k], coded[k], here, new_error
-                )
+                remember_errors(plan, bucket, inputs[k], coded[k], here, new_error)
                 message, new_error = xla.in_order(message, new_error)
-        replies, owner_state = exchange_bucket(exchange, plan, bucket, message, owner_states[k])
+        replies, owner_state = exchange_bucket(plan, bucket, message, owner_states[k])
         new_owner_states.append(owner_state)
         all_replies.append(replies)
 
-        decoded = decode(exchange.decision, bucket, starts[k], replies)
-        for x, u in zip(inputs[k], decoded, strict=True):
+        for x, u in zip(inputs[k], decode(plan, bucket, replies), strict=True):
             updates |= split_update(plan, x.piece, u)
             if x.momentum is None:
                 continue
             with jax.named_scope("lioncub.remember"):
-                new = rule.update(x.gradient, x.momentum)
+                new = plan.exchange.momentum_rule.update(x.gradient, x.momentum)
                 remember(x.piece, x.momentum, new, here, new_mu)
     return StepResult(updates, new_mu, new_error, new_owner_states, all_replies)
 
 
 def exchange_bucket(
-    exchange: Exchange, plan: Plan, bucket: BucketPlan, message: Message, owner_state: Any
+    plan: Plan, bucket: BucketPlan, message: Message, owner_state: Any
 ) -> tuple[Reply, Any]:
     """Collects, decides, publishes: replies of all owners about a bucket, and this owner's next state."""
-    wire = exchange.wire
+    exchange, wire = plan.exchange, plan.exchange.wire
     received = collect(wire, message, bucket.message, exchange.axis)
     with jax.named_scope("lioncub.decide"):
-        context = decision_context(exchange.message_codec, plan, bucket, wire.sharded)
+        context = decision_context(plan, bucket, wire.sharded)
         reply, owner_state = exchange.decision.decide(received, context, owner_state)
     replies = publish(wire, reply, bucket.reply, exchange.axis, exchange.group)
     return replies, owner_state
 
 
 def single_worker_step(
-    exchange: Exchange,
     plan: Plan,
     grads: Sequence[jax.Array],
     mu: Sequence[Any],
@@ -220,15 +210,15 @@ def single_worker_step(
     value that is not finite abstains from all buckets.
 
     Args:
-      exchange: its components.
-      plan: the places of its leaves.
+      plan: the components, and the places of its leaves.
       grads: ``g`` of each leaf.
       mu: of each leaf.
       error: of each leaf, ``e``.
       owner_states: for each bucket the owner's state; () for decisions without state.
       abstain: ``bool[]``, True to abstain; or None.
     """
-    rule, decision, axis = exchange.momentum_rule, exchange.decision, exchange.axis
+    rule, decision = plan.exchange.momentum_rule, plan.exchange.decision
+    axis, group = plan.exchange.axis, plan.exchange.group
     values, abstains = [], jnp.zeros((), bool) if abstain is None else abstain
     for g, m, e in zip(grads, mu, error, strict=True):
         values.append(plus_error(rule.interpolate(g, m), e))
@@ -239,7 +229,7 @@ def single_worker_step(
     if decision.decide_locally is not None:
         for k, bucket in enumerate(plan.buckets):
             mean = bucket.layout.join(values)
-            context = decision_context(exchange.message_codec, plan, bucket, sharded=False)
+            context = decision_context(plan, bucket, sharded=False)
             u, new_owner_states[k] = decision.decide_locally(
                 mean, present, context, owner_states[k]
             )
@@ -250,7 +240,7 @@ def single_worker_step(
     for i, (g, m, e) in enumerate(zip(grads, mu, error, strict=True)):
         u = jnp.where(abstains, 0, decision.reply_codec.local_update(decided[i]))
         u = axes.same_everywhere(u, axis)
-        updates[i] = wires.from_group(u, exchange.group) if exchange.group else u
+        updates[i] = wires.from_group(u, group) if group else u
         if m is not None:
             m = jnp.where(abstains, m, saturated(rule.update(g, m), m.dtype))
         new_mu.append(m)
@@ -275,11 +265,6 @@ def plus_error(direction: jax.Array, error: jax.Array | None) -> jax.Array:
 BLOCKS = -3  # the dimension of the blocks of what is half packed
 
 
-def first_blocks(plan: Plan, bucket: BucketPlan) -> list[jax.Array]:
-    """``uint32[]``, the block with which each piece of a bucket begins; see `xla`."""
-    return xla.runtime_constants([x.first_row // BLOCK for x in bucket.pieces], plan.num_steps)
-
-
 def concatenated(pieces: Sequence[Any], axis: int = 0) -> Any:
     """Trees of arrays of each piece as one of a bucket."""
     return jax.tree.map(lambda *each: jnp.concatenate(each, axis), *pieces)
@@ -302,10 +287,10 @@ def codes_of_piece(coded: Coded, bucket: BucketPlan, start: jax.Array, rows: int
 
 
 def interpolate(
-    plan: Plan, rule: MomentumRule, piece: Piece, grads: Sequence[jax.Array], mu: Sequence[Any],
-    error: Sequence[Any],
-) -> PieceInput:  # fmt: skip
+    plan: Plan, piece: Piece, grads: Sequence[jax.Array], mu: Sequence[Any], error: Sequence[Any]
+) -> PieceInput:
     """``c`` of a piece, of ``g`` and ``mu`` of all leaves; and ``c + e`` in rows."""
+    rule = plan.exchange.momentum_rule
     g, m, e = [layout.join_piece(x, piece) for x in (grads, mu, error)]
     c = rule.interpolate(g, m)
     with jax.named_scope("lioncub.pack"):
@@ -322,12 +307,9 @@ def interpolate(
 
 
 @jax.named_scope("lioncub.pack")
-def encode(
-    codec: Codec, plan: Plan, bucket: BucketPlan, starts: Sequence[jax.Array],
-    inputs: Sequence[jax.Array],
-) -> Coded:  # fmt: skip
+def encode(plan: Plan, bucket: BucketPlan, inputs: Sequence[jax.Array]) -> Coded:
     """``q = Q(c + e)`` of a bucket, of ``c + e`` of its pieces."""
-    whole = bucket_context(codec, plan, bucket, inputs[0])
+    codec, whole = plan.exchange.message_codec, bucket_context(plan, bucket, inputs[0])
     if codec.uses_leaf_mean:
         whole = whole._replace(leaf_mean=leaf_means(plan, bucket, inputs))
     # Functions of pieces are traced once for all large leaves of one shape.
@@ -343,22 +325,23 @@ def encode(
         # One bit more than a code: not zero, or not finite, see `Codec.encode`.
         return bits.half_packed(whole.in_chunks(fields), bucket.message.planes + 1)
 
-    packed = [packed_piece(x, start, rows) for x, start in zip(inputs, starts, strict=True)]
+    pieces = zip(inputs, bucket.starts, strict=True)
+    packed = [packed_piece(x, start, rows) for x, start in pieces]
     in_bucket = concatenated(packed, BLOCKS if codec.dense is None else 0)
     return codec.finish(in_bucket, rows, whole)
 
 
-def bucket_context(codec: Codec, plan: Plan, bucket: BucketPlan, after: jax.Array) -> Context:
+def bucket_context(plan: Plan, bucket: BucketPlan, after: jax.Array) -> Context:
     """Facts that the codec needs about a bucket, whose first piece has the values ``after``."""
     places, sizes = bucket.layout, bucket.row_sizes
     draw = bits.draw_signs(plan.num_steps, plan.worker, plan.num_workers)
-    if plan.abstains_per_bucket:
+    if plan.exchange.abstains_per_bucket:
         # Each bucket has its own copy, so that the first does not wait for the last gradient.
         draw = [xla.delayed_by(x, after[0, 0]) for x in draw]
     first_word = (places.first_row + bucket.shard * places.total_rows) * WORDS_PER_ROW
     rows = sum(piece.rows for piece in bucket.pieces)
     return Context(
-        codec=codec,
+        codec=plan.exchange.message_codec,
         format=bucket.message,
         num_chunks=places.packed_chunks,
         num_steps=plan.num_steps,
@@ -375,7 +358,7 @@ def leaf_means(plan: Plan, bucket: BucketPlan, rows: Sequence[jax.Array]) -> jax
     for x, piece in zip(rows, bucket.pieces, strict=True):
         sums.append(sums_of_leaves(x, piece))
     # All leaves in one sum, and none at all where nothing is cut.
-    totals = axes.sum_over_shards(jnp.concatenate(sums), plan.axis)
+    totals = axes.sum_over_shards(jnp.concatenate(sums), plan.exchange.axis)
     by_row, first = [], 0
     for piece in bucket.pieces:
         own = totals[first : first + len(piece.segments)]
@@ -413,9 +396,9 @@ def participation(
         abstains = jnp.zeros((), bool) if abstain is None else abstain
         words = [x.planes[0][0] for x in coded] if reuses_momentum else []
         flags = [*[x.finite for x in coded], ~abstains]
-        return ~axes.any_over_shards(~xla.all_delayed_by(flags, words), plan.axis)
+        return ~axes.any_over_shards(~xla.all_delayed_by(flags, words), plan.exchange.axis)
 
-    if plan.abstains_per_bucket:
+    if plan.exchange.abstains_per_bucket:
         return [participates([x]) for x in coded]
     return [participates(coded)] * len(coded)
 
@@ -423,7 +406,7 @@ def participation(
 # --- Decide
 
 
-def decision_context(codec: Codec, plan: Plan, bucket: BucketPlan, sharded: bool) -> Context:
+def decision_context(plan: Plan, bucket: BucketPlan, sharded: bool) -> Context:
     """The rows of a bucket on which this worker decides: its chunk if ``sharded``, else all."""
     places, sizes = bucket.layout, bucket.row_sizes
     num_chunks, first = plan.num_workers, jnp.uint32(0)
@@ -434,7 +417,7 @@ def decision_context(codec: Codec, plan: Plan, bucket: BucketPlan, sharded: bool
     row = places.first_row + first
     row += bucket.shard * places.total_rows
     return Context(
-        codec=codec,
+        codec=plan.exchange.message_codec,
         format=bucket.message,
         num_chunks=num_chunks,
         num_steps=plan.num_steps,
@@ -449,11 +432,10 @@ def decision_context(codec: Codec, plan: Plan, bucket: BucketPlan, sharded: bool
 
 
 @jax.named_scope("lioncub.unpack")
-def decode(
-    decision: Decision, bucket: BucketPlan, starts: Sequence[jax.Array], replies: Reply
-) -> list[jax.Array]:
-    """``u`` of each piece, ``[devices, rows, 128]``; ``starts`` as `first_blocks`."""
-    codec, fmt, large = decision.reply_codec, bucket.reply, bucket.layout.large
+def decode(plan: Plan, bucket: BucketPlan, replies: Reply) -> list[jax.Array]:
+    """``u`` of each piece, ``[devices, rows, 128]``."""
+    codec = plan.exchange.decision.reply_codec
+    fmt, large = bucket.reply, bucket.layout.large
     # Planes are [devices chunks, words]; a device's chunks follow each other as the rows of its bucket do.
     devices = len(replies.planes[0]) // fmt.num_workers
     words = list(replies.planes), replies.row_data
@@ -471,7 +453,7 @@ def decode(
         if not large:  # one piece
             planes, data = words
             return [codec.decode(planes, data, fmt.num_rows, fmt)]
-        pairs = zip(starts, bucket.pieces, strict=True)
+        pairs = zip(bucket.starts, bucket.pieces, strict=True)
         return [of_leaf(words, start, piece.rows) for start, piece in pairs]
 
     updates = []
@@ -508,12 +490,13 @@ def next_error(codec: Codec, coded: Coded, exact: jax.Array) -> jax.Array:
 
 
 def remember_errors(
-    codec: Codec, plan: Plan, bucket: BucketPlan, starts: Sequence[jax.Array],
-    inputs: Sequence[PieceInput], coded: Coded, participates: jax.Array, leaves: list[Any],
+    plan: Plan, bucket: BucketPlan, inputs: Sequence[PieceInput], coded: Coded,
+    participates: jax.Array, leaves: list[Any],
 ) -> None:  # fmt: skip
     """Puts the new errors of a bucket into ``leaves``, as `remember`: of single ones all in one branch."""
+    codec = plan.exchange.message_codec
     single, errors, directions = [], [], []
-    for x, start in zip(inputs, starts, strict=True):
+    for x, start in zip(inputs, bucket.starts, strict=True):
         assert x.error is not None
         if x.piece.joined:
             own = codes_of_piece(coded, bucket, start, x.piece.rows)

@@ -22,7 +22,7 @@ from lioncub_jax.exchange.layout import BucketLayout, Flat, register_with_flax
 from lioncub_jax.exchange.mapped import Holder, on_workers
 from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.exchange.momentum import MomentumRule
-from lioncub_jax.exchange.plan import Exchange, Plan, plan_on_device
+from lioncub_jax.exchange.plan import Exchange, Plan, bucket_leaves, deal_of, make_plan
 from lioncub_jax.exchange.quantize import Codec, Quantizer
 from lioncub_jax.exchange.step import StepResult, step
 from lioncub_jax.exchange.votes import Decision
@@ -282,25 +282,26 @@ def init_on_device(
 
     Either is () where there is none. Every mesh axis is manual.
     """
-    plan = plan_on_device(exchange, jax.tree.leaves(params))
+    num_workers, group_size = axes.workers_on(exchange.axis), axes.workers_on(exchange.group)
+    leaves = jax.tree.leaves(params)
+    shared, buckets = bucket_leaves(exchange, leaves, num_workers, group_size)
     parts, states, decision = [], [], exchange.decision
-    for shared in plan.shared:
-        zeros = jnp.zeros((shared.rows_per_chunk, ROW), shared.dtype)
-        parts.append(axes.varying(zeros, (*shared.axes, *exchange.group)))
+    for one in shared:
+        zeros = jnp.zeros((one.rows_per_chunk, ROW), one.dtype)
+        parts.append(axes.varying(zeros, (*one.axes, *exchange.group)))
     if decision.init is None:
-        return flats(parts, plan.shared), ()
+        return flats(parts, shared), ()
     sharded = exchange.wire.sharded
-    own = exchange.axis if sharded or plan.num_workers == 1 else ()
-    for bucket_plan in plan.buckets:
-        bucket = bucket_plan.layout
+    own = exchange.axis if sharded or num_workers == 1 else ()
+    for bucket in buckets:
         over = (*own, *[n for n in bucket.axes if n not in exchange.axis])
         rows = bucket.rows_per_chunk if sharded else bucket.rows
-        state = decision.init(jnp.zeros((rows, ROW), jnp.float32), bucket_plan.deal)
+        state = decision.init(jnp.zeros((rows, ROW), jnp.float32), deal_of(bucket, shared))
         # Arrays of an owned chunk vary over the workers; counters are the same on every worker.
         states.append(
             jax.tree.map(lambda x, over=over: axes.varying(x, over) if x.ndim else x, state)
         )
-    return flats(parts, plan.shared), flats(states, [x.layout for x in plan.buckets])
+    return flats(parts, shared), flats(states, buckets)
 
 
 def flats(values: Sequence[Any], buckets: Sequence[BucketLayout | Deal]) -> tuple[Flat, ...]:
@@ -316,23 +317,28 @@ def update_on_device(
     exchange: Exchange, updates: optax.Updates, state: CommunicateState, abstain: jax.Array | None
 ) -> tuple[optax.Updates, CommunicateState]:
     """Takes a step of the worker of this device."""
-    axes.check_bound(exchange.axis, exchange.group)
-    worker, device = axes.worker_index(exchange.axis), axes.worker_index(exchange.group)
-    plan = plan_on_device(exchange, jax.tree.leaves(updates)).in_step(worker, state.count, device)
-    return take_step(exchange, plan, updates, state, abstain)
+    axis, group = exchange.axis, exchange.group
+    axes.check_bound(axis, group)
+    plan = make_plan(
+        exchange,
+        jax.tree.leaves(updates),
+        num_workers=axes.workers_on(axis),
+        group_size=axes.workers_on(group),
+        worker=axes.worker_index(axis),
+        device=axes.worker_index(group),
+        num_steps=state.count,
+    )
+    return take_step(plan, updates, state, abstain)
 
 
 def take_step(
-    exchange: Exchange,
-    plan: Plan,
-    updates: optax.Updates,
-    state: CommunicateState,
-    abstain: jax.Array | None,
+    plan: Plan, updates: optax.Updates, state: CommunicateState, abstain: jax.Array | None
 ) -> tuple[optax.Updates, CommunicateState]:
     """Takes a step of a worker: gradients to updates, in a group by the parts of its devices."""
     tree: Any
     leaves, tree = jax.tree.flatten(updates)
-    grads, shared, kept = leaves, plan.shared, (state.mu, state.error)
+    exchange, shared = plan.exchange, plan.shared
+    grads, kept = leaves, (state.mu, state.error)
     if exchange.joins_leaves:
         layout.check_order([*state.mu, *state.error], [*shared, *shared])
         rows = [x.join(leaves) for x in shared]
@@ -344,7 +350,7 @@ def take_step(
     layout.check_order(state.owner, [] if exchange.decision.init is None else layouts)
     owner_states = [x.value for x in state.owner] or [()] * len(layouts)
 
-    result = step(exchange, plan, grads, mu, error, owner_states, abstain)
+    result = step(plan, grads, mu, error, owner_states, abstain)
 
     new = result.updates
     if exchange.joins_leaves:
@@ -354,21 +360,17 @@ def take_step(
         state = state._replace(mu=flats(result.mu, shared), error=flats(result.error, shared))
     else:
         state = state._replace(mu=tree.unflatten(result.mu), error=tree.unflatten(result.error))
-    state = next_state(exchange, plan, state, result, leaves)
+    state = next_state(plan, state, result, leaves)
     for i, g in enumerate(leaves):
         leaves[i] = new[i].astype(g.dtype) if i in new else jnp.zeros(g.shape, g.dtype)
     return tree.unflatten(leaves), state
 
 
 def next_state(
-    exchange: Exchange,
-    plan: Plan,
-    state: CommunicateState,
-    result: StepResult,
-    grads: Sequence[jax.Array],
+    plan: Plan, state: CommunicateState, result: StepResult, grads: Sequence[jax.Array]
 ) -> CommunicateState:
     """The state with its count, statistics and owner states."""
-    votes, num_present = count_votes(exchange, plan, state.votes, result.replies, grads)
+    votes, num_present = count_votes(plan, state.votes, result.replies, grads)
     owner = []
     if state.owner:
         for n, s, old in zip(num_present, result.owner_states, state.owner, strict=True):
@@ -378,14 +380,11 @@ def next_state(
 
 
 def count_votes(
-    exchange: Exchange,
-    plan: Plan,
-    votes: VoteCounts,
-    replies: Sequence[Reply],
-    grads: Sequence[jax.Array],
+    plan: Plan, votes: VoteCounts, replies: Sequence[Reply], grads: Sequence[jax.Array]
 ) -> tuple[VoteCounts, list[jax.Array]]:
     """Statistics of a step, and for each bucket the number of workers present, by one sum over devices."""
-    every = (*exchange.axis, *exchange.group)
+    axis, per_bucket = plan.exchange.axis, plan.exchange.abstains_per_bucket
+    every = (*axis, *plan.exchange.group)
     size = sum(math.prod(x.shape) * axes.shard(x, every)[1] for x in grads)
     if not replies:  # no leaf has elements
         return votes, []
@@ -394,8 +393,8 @@ def count_votes(
     totals = [in_units(x, tie, pair) for x in replies]
     # Without bucket_size all buckets have the same voters.
     present = [x.present for x in replies]
-    copies = present if plan.abstains_per_bucket else present[:1]
-    sums = axes.total_over_shards(totals, copies, exchange.axis)
+    copies = present if per_bucket else present[:1]
+    sums = axes.total_over_shards(totals, copies, axis)
     num_present = sums[-len(copies) :].astype(jnp.int32)
     ties, *pairs = sums[: -len(copies)]
     if pairs:
@@ -408,7 +407,7 @@ def count_votes(
         abstained=abstained,
         abstentions=bits.add_count(abstentions, abstained),
     )
-    return votes, [num_present[k if plan.abstains_per_bucket else 0] for k in range(len(replies))]
+    return votes, [num_present[k if per_bucket else 0] for k in range(len(replies))]
 
 
 def held_counters(present: jax.Array, new: optax.OptState, old: optax.OptState) -> optax.OptState:
