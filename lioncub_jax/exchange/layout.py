@@ -215,7 +215,7 @@ def check_order(flats: Sequence[Flat], buckets: Sequence[Any]) -> None:
 def buckets(
     leaves: Sequence[Any],
     num_chunks: int,
-    limit: int | None = None,
+    limit: float | None = None,
     axes: Sequence[Collection[str]] = (),
 ) -> tuple[BucketLayout, ...]:
     """Plans the buckets of a list of leaves.
@@ -236,15 +236,20 @@ def buckets(
       >>> [(s.first_row, s.rows) for s in bucket.segments], bucket.rows_per_chunk
       ([(0, 2), (2, 1)], 2)
     """
-    sizes = [math.prod(leaf.shape) for leaf in leaves]
+    limit = math.inf if limit is None else limit
     groups: dict[tuple[str, ...], list[list[int]]] = {}
-    for index, size in enumerate(sizes):
+    filled = dict[tuple[str, ...], int]()  # elements in the last bucket over these axes
+    for index, leaf in enumerate(leaves):
+        size = math.prod(leaf.shape)
         if size == 0:
             continue
-        own = groups.setdefault(tuple(sorted(axes[index])) if axes else (), [[]])
-        if limit is not None and own[-1] and size + sum([sizes[i] for i in own[-1]]) > limit:
+        over = tuple(sorted(axes[index])) if axes else ()
+        own = groups.setdefault(over, [])
+        if not own or filled[over] + size > limit:
             own.append([])
+            filled[over] = 0
         own[-1].append(index)
+        filled[over] += size
     placed, first = list[BucketLayout](), 0
     for over in sorted(groups):
         for members in groups[over]:
