@@ -16,7 +16,7 @@ in one bit, and -1, 0 or +1 in two.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -113,10 +113,8 @@ def at_owner(
     reply = codes(2) if reply is None else reply
     check_kinds(tx=(tx, optax.GradientTransformation), reply=(reply, ReplyCodec))
     name, matrices_of = f"at the owner, {reply.name}", None
-    first, run = Partial(init_elementwise, tx), Partial(elementwise, tx)
     if rest is not None:
         check_kinds(rest=(rest, optax.GradientTransformation))
-        first, run = Partial(init_matrices, tx, rest), Partial(run_matrices, tx, rest)
         matrices_of = partial(matrices.matrices_of, dimension_numbers)
 
     def codec_of(quantizer: Quantizer) -> Codec:
@@ -131,14 +129,16 @@ def at_owner(
         name,
         reply,
         codec_of,
-        decide=Partial(decide_on_mean, run, reply),
-        init=Partial(init_owner, first, reply),
-        decide_locally=Partial(decide_locally, run),
+        decide=Partial(decide_on_mean, tx, rest, reply),
+        init=Partial(init_owner, tx, rest, reply),
+        decide_locally=Partial(decide_locally, tx, rest),
         matrices_of=matrices_of,
     )
 
 
 # --- What an owner does with a mean
+
+Transform: TypeAlias = optax.GradientTransformation
 
 
 class OwnerState(NamedTuple):
@@ -165,29 +165,36 @@ def with_empty(state: optax.OptState) -> optax.OptState:
     return jax.tree.map(lambda x: empty if x is None else x, state, is_leaf=lambda x: x is None)
 
 
-def init_owner(first: Any, reply: ReplyCodec, rows: jax.Array, deal: Deal | None) -> OwnerState:
-    """State of the transform, by ``first``, and the error of replies."""
-    return OwnerState(first(rows, deal), reply.init(rows))
+def init_owner(
+    tx: Transform, rest: Transform | None, reply: ReplyCodec, rows: jax.Array, deal: Deal | None
+) -> OwnerState:
+    """States of the transforms, and the error of replies; ``ValueError`` if one needs more than a chunk."""
+    if rest is None:
+        inner = tx.init(rows)
+        checks.check_elementwise(tx, rows, inner)
+    else:
+        inner = init_matrices(tx, rest, rows, deal)
+    return OwnerState(inner, reply.init(rows))
 
 
 def decide_on_mean(
-    run: Any, reply: ReplyCodec, received: Inbox | Sums, context: Context, state: OwnerState
-) -> tuple[Reply, OwnerState]:
-    """Averages, runs the transform, encodes its result."""
+    tx: Transform, rest: Transform | None, reply: ReplyCodec, received: Inbox | Sums,
+    context: Context, state: OwnerState,
+) -> tuple[Reply, OwnerState]:  # fmt: skip
+    """Averages, runs the transforms, encodes their result."""
     mean = mean_of_values(received, context).reshape(-1, ROW)
-    known = known_elements(mean, received.present, context.row_sizes)
-    u, inner = run(mean, known, context, state.inner)
+    u, inner = run(tx, rest, mean, received.present, context, state.inner)
     planes, row_data, ties, error = reply.encode(u, context, state.error)
     return Reply(planes, row_data, ties, (), received.present), OwnerState(inner, error)
 
 
 def decide_locally(
-    run: Any, mean: jax.Array, present: jax.Array, context: Context, state: OwnerState
-) -> tuple[jax.Array, OwnerState]:
+    tx: Transform, rest: Transform | None, mean: jax.Array, present: jax.Array, context: Context,
+    state: OwnerState,
+) -> tuple[jax.Array, OwnerState]:  # fmt: skip
     """``u`` of a single worker, ``float32[rows, 128]``, plus the error of earlier replies."""
     mean = mean * share(present)  # by 1, which flushes subnormal numbers where several workers do
-    known = known_elements(mean, present, context.row_sizes)
-    u, inner = run(mean, known, context, state.inner)
+    u, inner = run(tx, rest, mean, present, context, state.inner)
     known = ~jnp.isnan(u)
     if not jax.tree.leaves(state.error):
         return jnp.where(known, u, 0), OwnerState(inner, ())
@@ -195,22 +202,22 @@ def decide_locally(
     return u, OwnerState(inner, jnp.where(known, 0, state.error))
 
 
-def init_elementwise(
-    tx: optax.GradientTransformation, rows: jax.Array, deal: None
-) -> optax.OptState:
-    """State of ``tx``; ``ValueError`` if it needs more than a chunk."""
-    state = tx.init(rows)
-    checks.check_elementwise(tx, rows, state)
-    return state
+def run(
+    tx: Transform, rest: Transform | None, mean: jax.Array, present: jax.Array, context: Context,
+    state: Any,
+) -> tuple[jax.Array, Any]:  # fmt: skip
+    """``u`` of a mean, NaN where it is not known, and the state; with ``rest`` ``tx`` is of matrices."""
+    known = known_elements(mean, present, context.row_sizes)
+    if rest is None:
+        return elementwise(tx, mean, known, state)
+    return run_matrices(tx, rest, mean, known, context, state)
 
 
 def init_matrices(
-    tx: optax.GradientTransformation,
-    rest: optax.GradientTransformation,
-    rows: jax.Array,
-    deal: Deal,
+    tx: Transform, rest: Transform, rows: jax.Array, deal: Deal | None
 ) -> optax.OptState:
     """States of the transform of whole matrices and of that of the rest."""
+    assert deal is not None
     whole, other = [matrices.cut_rows(rows, deal, which) for which in ("matrices", "rest")]
     state = {"matrices": tx.init(whole), "rest": rest.init(other)}
     checks.check_elementwise(tx, whole, state["matrices"], may_mix=True)
@@ -219,8 +226,7 @@ def init_matrices(
 
 
 def run_matrices(
-    tx: optax.GradientTransformation, rest: optax.GradientTransformation, mean: jax.Array,
-    known: jax.Array, context: Context, state: Any,
+    tx: Transform, rest: Transform, mean: jax.Array, known: jax.Array, context: Context, state: Any
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     """`elementwise` of ``rest``, and ``tx`` of each matrix."""
     deal, state = context.deal, with_empty(state)
@@ -234,7 +240,7 @@ def run_matrices(
     own, known_own = [matrices.cut_rows(x, deal, "rest") for x in (mean, known & ~of_matrix)]
 
     u_matrices, whole = matrices.update_matrices(tx, given, context.worker, deal, state["matrices"])
-    u_rest, other = elementwise(rest, own, known_own, context, state["rest"])
+    u_rest, other = elementwise(rest, own, known_own, state["rest"])
 
     u = (
         matrices.in_place(u_matrices, deal, "matrices", each),
@@ -281,14 +287,9 @@ def share(present: jax.Array) -> jax.Array:
 
 
 def elementwise(
-    tx: optax.GradientTransformation,
-    mean: jax.Array,
-    known: jax.Array,
-    context: Context,
-    state: Any,
+    tx: Transform, mean: jax.Array, known: jax.Array, state: Any
 ) -> tuple[jax.Array, Any]:
     """``tx`` of rows: ``u`` in float32, NaN where they are not known, and the state, which stays there."""
-    del context  # which `run_matrices` is given
     u, new = tx.update(jnp.where(known, mean, 0), jax.tree.map(widened, state))
     u = jnp.where(known, u.astype(jnp.float32), jnp.nan)
     return u, _where_known(xla.behind(known, u), new, state)
