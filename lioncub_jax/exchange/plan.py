@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lioncub_jax.exchange import bits, layout, matrices, xla
+from lioncub_jax.exchange import layout, matrices, xla
 from lioncub_jax.exchange.bits import BLOCK, ROW
 from lioncub_jax.exchange.layout import BucketLayout, Piece
 from lioncub_jax.exchange.matrices import Deal, Matrices
@@ -141,7 +141,7 @@ def make_plan(
     buckets = []
     for bucket in layouts:
         shard, num_shards = axes.shard_of(bucket.axes, exchange.axis)
-        message = message_format(codec, bucket)
+        message = codec.format(num_workers, bucket.rows_per_chunk)
         own = BucketPlan(
             bucket,
             message,
@@ -199,27 +199,3 @@ def check_dealt(exchange: Exchange, over: Sequence[Collection[str]], num_workers
                 f"matrices are cut over {sorted(inner)}, and here types do not say along which of their "
                 "dimensions: run the optimizer in lioncub_jax.map_step or make_train_step"
             )
-
-
-def message_format(codec: Codec, bucket: BucketLayout) -> Format:
-    """The format of messages about a chunk of a bucket."""
-    num_rows, num_workers = bucket.rows_per_chunk, bucket.num_chunks
-    max_code = codec.max_code(num_workers)
-    row_words = 0
-    if codec.marks_rows:
-        row_words = bits.row_words(num_rows)
-    if codec.sends_scales:
-        row_words = num_rows // 2
-    return Format(
-        num_workers=num_workers,
-        num_rows=num_rows,
-        max_code=max_code,
-        midtread=codec.midtread,
-        dense=codec.dense,
-        marks_rows=codec.marks_rows,
-        sends_scales=codec.sends_scales,
-        counts_pairs=codec.counts_pairs,
-        planes=max(max_code.bit_length(), 1),
-        plane_words=num_rows * codec.words_per_row,
-        row_words=row_words,
-    )

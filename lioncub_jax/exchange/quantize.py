@@ -24,7 +24,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from lioncub_jax.exchange import bits, layout, xla
-from lioncub_jax.exchange.bits import ROW, Halves
+from lioncub_jax.exchange.bits import ROW, WORDS_PER_ROW, Halves
 from lioncub_jax.exchange.checks import check_floating, check_number
 from lioncub_jax.exchange.matrices import Deal
 from lioncub_jax.exchange.wires import LARGEST_BFLOAT16, Coded, Format
@@ -117,10 +117,27 @@ class Codec(NamedTuple):
         words = planes[0].reshape(*planes[0].shape[:-1], num_rows, -1)
         return words.view(self.dense).__getitem__
 
-    @property
-    def words_per_row(self) -> int:
-        """Words of a plane for one row."""
-        return bits.WORDS_PER_ROW if self.dense is None else ROW * self.dense.itemsize // 4
+    def format(self, num_workers: int, num_rows: int) -> Format:
+        """The format of messages about a chunk of so many rows."""
+        max_code, row_words = self.max_code(num_workers), 0
+        if self.marks_rows:
+            row_words = bits.row_words(num_rows)
+        if self.sends_scales:
+            row_words = num_rows // 2
+        words_per_row = WORDS_PER_ROW if self.dense is None else ROW * self.dense.itemsize // 4
+        return Format(
+            num_workers=num_workers,
+            num_rows=num_rows,
+            max_code=max_code,
+            midtread=self.midtread,
+            dense=self.dense,
+            marks_rows=self.marks_rows,
+            sends_scales=self.sends_scales,
+            counts_pairs=self.counts_pairs,
+            planes=max(max_code.bit_length(), 1),
+            plane_words=num_rows * words_per_row,
+            row_words=row_words,
+        )
 
 
 class Context(NamedTuple):
@@ -478,7 +495,7 @@ def _voted_signs(halves: Halves, rows: Rows, context: Context) -> Coded:
     finite = jnp.all(positive & ~marks == 0)
     planes = bits.with_zero_signs([positive], marks, context.zero_signs)
     words = context.in_chunks(marks)
-    voted = bits.any_in_rows(words, words.shape[1] // bits.WORDS_PER_ROW)
+    voted = bits.any_in_rows(words, words.shape[1] // WORDS_PER_ROW)
     return Coded(planes, None, voted.reshape(-1), finite)
 
 
