@@ -34,6 +34,22 @@ MOST_TERMS = 64  # of a sum without a loop; more compile slowly
 PER_REDUCTION = 16  # numbers in one reduction; hundreds in one reduction compile slowly
 
 
+def platform() -> str | None:
+    """The platform whose program is traced, such as "tpu"; None where the mesh does not say it."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device and device.platform
+
+
+def for_cpu() -> bool:
+    """True where a program of CPUs is traced."""
+    return (platform() or jax.default_backend()) == "cpu"
+
+
+def for_tpu() -> bool:
+    """True where a program of TPUs is traced."""
+    return platform() == "tpu"
+
+
 def reduced(
     each: Sequence[Callable[..., jax.Array]], arrays: Sequence[jax.Array], *along: int
 ) -> list[jax.Array]:
@@ -83,12 +99,6 @@ def materialized(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(made, x.dtype)
 
 
-def for_cpu() -> bool:
-    """True where a program of CPUs is traced."""
-    known = axes.platform(jax.sharding.get_abstract_mesh())
-    return (known or jax.default_backend()) == "cpu"
-
-
 def by_words(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """``move(x)``, which gives elements another place or shape only; of floats of 16 bits their words.
 
@@ -101,11 +111,6 @@ def by_words(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         return move(x)
     moved = move(lax.bitcast_convert_type(x, jnp.uint16))
     return lax.bitcast_convert_type(moved, x.dtype)
-
-
-def for_tpu() -> bool:
-    """True where a program of TPUs is traced."""
-    return axes.platform(jax.sharding.get_abstract_mesh()) == "tpu"
 
 
 def chosen(flag: jax.Array, new: Callable[..., Any], old: Callable[..., Any], *arrays: Any) -> Any:
