@@ -143,31 +143,33 @@ class Codec(NamedTuple):
 class Context(NamedTuple):
     """Some rows, besides their values: of a bucket that a worker encodes, or of what it decides on.
 
+    Codecs of messages alone have ``zero_signs`` and ``leaf_mean``, and decisions alone a ``deal``.
+
     Attributes:
       codec: of the codes.
       format: of messages about a chunk: W, the largest code.
       num_chunks: equal runs of rows, each packed by itself: of a bucket as many as it has chunks, or 1; of
         a decision 1 if each worker owns a chunk, W if every worker decides on all.
-      num_steps: ``int32[]``, steps taken before; the same on every worker.
       row_sizes: ``int32[rows]``, elements of each row that are no padding; None where all are, or where
         padding cannot count.
       first_word: ``uint32[]``, the word of all buckets where the rows begin.
-      worker: ``int32[]``, index of the worker.
-      deal: of the leaves, if whole matrices were dealt; else None.
+      worker: ``int32[]``, index of the worker; for coins, with ``num_steps`` and ``first_word``.
+      num_steps: ``int32[]``, steps taken before; the same on every worker.
       zero_signs: ``uint32[words]``, a random sign of each element of the bucket, for those that are 0.
-      leaf_mean: ``float32[rows]``, mean magnitude of the leaf of each row, or None.
+      leaf_mean: ``float32[rows]``, mean magnitude of the leaf of each row, if the codec uses it.
+      deal: of the leaves, if whole matrices were dealt.
     """
 
     codec: Codec
     format: Format
     num_chunks: int
-    num_steps: jax.Array
     row_sizes: jax.Array | None
     first_word: jax.Array
     worker: jax.Array
-    deal: Deal | None = None
+    num_steps: jax.Array
     zero_signs: jax.Array | None = None
     leaf_mean: jax.Array | None = None
+    deal: Deal | None = None
 
     def in_chunks(self, x: Any) -> jax.Array:
         """``[chunks rows, ...]`` as ``[chunks, rows, ...]``."""
