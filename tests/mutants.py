@@ -38,7 +38,7 @@ MUTANTS = r"""
 - n if n.ndim else jnp.where(present > 0, n, o)
 + n
 
-= count_votes: of buckets the one with the most voters gives the number that abstained
+= next_counts: of buckets the one with the most voters gives the number that abstained
 - jnp.min(num_present)
 + jnp.max(num_present)
 

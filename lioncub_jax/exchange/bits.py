@@ -141,12 +141,17 @@ def half_unpacked(halves: Halves, p: int) -> jax.Array:
 
 
 def half_with_zero_signs(halves: Halves, p: int, signs: jax.Array) -> Halves:
-    """`with_zero_signs`, of what `half_packed` gives of codes with the mark above them, without the mark.
+    """Mid-rise codes in which zeros have a random sign, of what `half_packed` gives.
 
     Args:
-      halves: of ``p + 1`` bits.
+      halves: of ``p + 1`` bits: above a code its mark, 1 for an element that is not zero. A zero has the
+        lower one of the two codes in the middle, ``011..``; where its bit in ``signs`` is 1 it gets the
+        upper one, ``100..``.
       p: bits of a code.
       signs: ``uint32[..., words]``, as `random_signs`.
+
+    Returns:
+      As `half_packed`, of the codes alone.
     """
     rows, signed = signs.shape[-1] // WORDS_PER_ROW, []
     for each, words in zip(halves, _in_blocks(signs, rows), strict=True):
@@ -168,22 +173,6 @@ def iota_along(size: int, at: int, ndim: int, by: int = 1) -> jax.Array:
     """
     others = [d for d in range(ndim) if d != ndim + at]
     return lax.expand_dims(by * jnp.arange(size, dtype=jnp.uint32), others)
-
-
-def with_zero_signs(
-    planes: Sequence[jax.Array], marks: jax.Array, signs: jax.Array
-) -> list[jax.Array]:
-    """Planes of mid-rise codes in which zeros, elements without a mark, have a random sign.
-
-    Args:
-      planes: ``uint32[words]`` each, in which a zero has the lower one of the two codes in the middle,
-        ``011..``; where its bit in ``signs`` is 1 it gets the upper one, ``100..``.
-      marks: ``uint32[words]``, 1 for an element that is not zero.
-      signs: ``uint32[words]``, as `random_signs`.
-    """
-    *lower, upper = planes
-    aside = signs & ~marks
-    return [*[x & ~aside for x in lower], upper | aside]
 
 
 def _to_nibbles(codes: jax.Array, p: int) -> list[jax.Array]:

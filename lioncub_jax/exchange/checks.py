@@ -142,14 +142,9 @@ def check_leaves(tree: optax.Params) -> optax.Params:
     return jax.tree.map(lambda x: x if hasattr(x, "shape") else jnp.asarray(x), tree)
 
 
-def is_overwritten(path: Sequence[Any]) -> bool:
-    """True for a path into what flax keeps of fp8 layers, of which the gradient is the next value."""
-    return any(getattr(key, "key", None) == "_overwrite_with_gradient" for key in path)
-
-
 def check_trained(path: Sequence[Any]) -> None:
     """Raises ``ValueError`` for what flax does not train, among the parameters of an optimizer."""
-    if is_overwritten(path):
+    if any(getattr(key, "key", None) == "_overwrite_with_gradient" for key in path):
         raise ValueError(
             f"the optimizer is given {jax.tree_util.keystr(tuple(path))}, which fp8 layers keep, and whose "
             "gradient is its next value: give it variables['params'] alone, as TrainState of flax does, "

@@ -77,9 +77,7 @@ class Piece(NamedTuple):
 
     @property
     def kind(self) -> "Piece":
-        """The piece without its place: the same for all large leaves of one shape."""
-        if self.joined:
-            return self._replace(starts=())
+        """A large leaf's without its place: the same for all of one shape."""
         only = self.segments[0]._replace(leaf=0, first_row=0)
         return self._replace(segments=(only,), first_row=0, starts=())
 
@@ -111,7 +109,7 @@ class BucketLayout(NamedTuple):
     rows_per_chunk: int
     num_chunks: int
     dtype: np.dtype[Any]
-    axes: tuple[str, ...] = ()
+    axes: tuple[str, ...]
     total_rows: int = 0
 
     @property
@@ -146,7 +144,7 @@ class BucketLayout(NamedTuple):
 
     def part_sizes(self, device: jax.Array, padding_counts: bool) -> jax.Array | None:
         """`row_sizes` of the part of one device of a group: ``int32[rows]``."""
-        sizes = row_sizes(self, padding_counts=padding_counts)
+        sizes = row_sizes(self, (), padding_counts)
         if sizes is None:
             return None
         return lax.dynamic_slice_in_dim(sizes, device * self.rows_per_chunk, self.rows_per_chunk)
@@ -253,22 +251,29 @@ def buckets(
     placed, first = list[BucketLayout](), 0
     for over in sorted(groups):
         for members in groups[over]:
-            bucket = _place(leaves, members, num_chunks)
-            placed.append(bucket._replace(axes=over, first_row=first))
-            first += bucket.rows
+            placed.append(_place(leaves, members, num_chunks, over, first))
+            first += placed[-1].rows
     return tuple([bucket._replace(total_rows=first) for bucket in placed])
 
 
-def _place(leaves: Sequence[jax.Array], members: list[int], num_chunks: int) -> BucketLayout:
+def _place(
+    leaves: Sequence[jax.Array],
+    members: list[int],
+    num_chunks: int,
+    over: tuple[str, ...],
+    begin: int,
+) -> BucketLayout:
+    """The bucket of some leaves, ``begin`` rows behind the first."""
+
     def is_small(index: int) -> bool:
         return math.prod(leaves[index].shape) <= SMALL * ROW
 
-    segments, first = list[Segment](), 0
+    segments, first, for_tpu = list[Segment](), 0, xla.for_tpu()
     for index in sorted(members, key=is_small):
         shape = tuple(leaves[index].shape)
         size = math.prod(shape)
         rows = round_up(divide_up(size, ROW), 1 if is_small(index) else BLOCK)
-        tiles = xla.for_tpu() and made_of_tiles(shape)
+        tiles = for_tpu and made_of_tiles(shape)
         segments.append(Segment(index, shape, size, first_row=first, rows=rows, tiles=tiles))
         first += rows
     pieces = [Piece((s,), s.first_row, s.rows, (0,)) for s in segments if s.rows > SMALL]
@@ -276,18 +281,18 @@ def _place(leaves: Sequence[jax.Array], members: list[int], num_chunks: int) -> 
     chunk = divide_up(first, num_chunks)
     chunk = round_up(chunk, BLOCK) if large else whole_rows(chunk)
     if small:
-        begin = small[0].first_row
-        rows = round_up(first - begin, BLOCK) if large else num_chunks * chunk
-        starts = tuple(s.first_row - begin for s in small)
-        pieces.append(Piece(tuple(small), begin, rows, starts))
+        row = small[0].first_row
+        rows = round_up(first - row, BLOCK) if large else num_chunks * chunk
+        pieces.append(Piece(tuple(small), row, rows, tuple(s.first_row - row for s in small)))
     dtype = common_dtype(*{leaves[index].dtype for index in members})
     return BucketLayout(
         tuple(pieces),
         large,
-        first_row=0,
+        begin,
         rows_per_chunk=chunk,
         num_chunks=num_chunks,
         dtype=dtype,
+        axes=over,
     )
 
 
@@ -407,7 +412,7 @@ def zero_padding(rows: jax.Array, sizes: jax.Array | None) -> jax.Array:
 
 
 def row_sizes(
-    bucket: BucketLayout, own: Sequence[jax.Array | None] = (), padding_counts: bool = False
+    bucket: BucketLayout, own: Sequence[jax.Array | None], padding_counts: bool
 ) -> jax.Array | None:
     """Elements of each row of a bucket that are no padding.
 

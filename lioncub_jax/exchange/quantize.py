@@ -495,10 +495,10 @@ def _voted_signs(halves: Halves, rows: Rows, context: Context) -> Coded:
     positive, marks = _planes(halves, 2)
     assert context.zero_signs is not None
     finite = jnp.all(positive & ~marks == 0)
-    planes = bits.with_zero_signs([positive], marks, context.zero_signs)
+    positive |= context.zero_signs & ~marks
     words = context.in_chunks(marks)
     voted = bits.any_in_rows(words, words.shape[1] // WORDS_PER_ROW)
-    return Coded(planes, None, voted.reshape(-1), finite)
+    return Coded([positive], None, voted.reshape(-1), finite)
 
 
 def _with_flaws(codes: jax.Array, x: jax.Array, p: int) -> jax.Array:

@@ -309,9 +309,7 @@ def interpolate(
 @jax.named_scope("lioncub.pack")
 def encode(plan: Plan, bucket: BucketPlan, inputs: Sequence[jax.Array]) -> Coded:
     """``q = Q(c + e)`` of a bucket, of ``c + e`` of its pieces."""
-    codec, whole = plan.exchange.message_codec, bucket_context(plan, bucket, inputs[0])
-    if codec.uses_leaf_mean:
-        whole = whole._replace(leaf_mean=leaf_means(plan, bucket, inputs))
+    codec, whole = plan.exchange.message_codec, bucket_context(plan, bucket, inputs)
     # Functions of pieces are traced once for all large leaves of one shape.
     measure = jax.jit(codec.measure)
     rows = codec.rows(concatenated([measure(x) for x in inputs]), whole)
@@ -331,17 +329,17 @@ def encode(plan: Plan, bucket: BucketPlan, inputs: Sequence[jax.Array]) -> Coded
     return codec.finish(in_bucket, rows, whole)
 
 
-def bucket_context(plan: Plan, bucket: BucketPlan, after: jax.Array) -> Context:
-    """Facts that the codec needs about a bucket, whose first piece has the values ``after``."""
-    places, sizes = bucket.layout, bucket.row_sizes
+def bucket_context(plan: Plan, bucket: BucketPlan, inputs: Sequence[jax.Array]) -> Context:
+    """Facts that the codec needs about a bucket, of ``c + e`` of its pieces."""
+    codec, places, sizes = plan.exchange.message_codec, bucket.layout, bucket.row_sizes
     draw = bits.draw_signs(plan.num_steps, plan.worker, plan.num_workers)
     if plan.exchange.abstains_per_bucket:
         # Each bucket has its own copy, so that the first does not wait for the last gradient.
-        draw = [xla.delayed_by(x, after[0, 0]) for x in draw]
+        draw = [xla.delayed_by(x, inputs[0][0, 0]) for x in draw]
     first_word = (places.first_row + bucket.shard * places.total_rows) * WORDS_PER_ROW
     rows = sum(piece.rows for piece in bucket.pieces)
     return Context(
-        codec=plan.exchange.message_codec,
+        codec=codec,
         format=bucket.message,
         num_chunks=places.packed_chunks,
         num_steps=plan.num_steps,
@@ -349,6 +347,7 @@ def bucket_context(plan: Plan, bucket: BucketPlan, after: jax.Array) -> Context:
         first_word=jnp.asarray(first_word, jnp.uint32),
         worker=plan.worker,
         zero_signs=bits.random_signs(first_word, rows * WORDS_PER_ROW, *draw),
+        leaf_mean=leaf_means(plan, bucket, inputs) if codec.uses_leaf_mean else None,
     )
 
 

@@ -203,7 +203,7 @@ def first_state(exchange: Exchange, params: optax.Params) -> CommunicateState:
             parts, owner = placement.on_shards(init_on_device, (exchange, params))
             kept = parts if exchange.joins_leaves else kept
         mu, error = exchange.momentum_rule.init(kept), zero_errors(exchange.message_codec, kept)
-    return CommunicateState(jnp.zeros((), jnp.int32), mu, error, owner, zero_votes(exchange))
+    return CommunicateState(jnp.zeros((), jnp.int32), mu, error, owner, zero_counts(exchange))
 
 
 def update_state(
@@ -243,7 +243,7 @@ def with_matrices(
 # --- State
 
 
-def zero_votes(exchange: Exchange) -> VoteCounts:
+def zero_counts(exchange: Exchange) -> VoteCounts:
     """Zeros before the first step, each an array of its own: a training step donates them all."""
     counts_pairs = exchange.message_codec.counts_pairs
     return VoteCounts(
@@ -370,7 +370,7 @@ def next_state(
     plan: Plan, state: CommunicateState, result: StepResult, grads: Sequence[jax.Array]
 ) -> CommunicateState:
     """The state with its count, statistics and owner states."""
-    votes, num_present = count_votes(plan, state.votes, result.replies, grads)
+    votes, num_present = next_counts(plan, state.votes, result.replies, grads)
     owner = []
     if state.owner:
         for n, s, old in zip(num_present, result.owner_states, state.owner, strict=True):
@@ -379,7 +379,7 @@ def next_state(
     return state._replace(count=count, owner=tuple(owner), votes=votes)
 
 
-def count_votes(
+def next_counts(
     plan: Plan, votes: VoteCounts, replies: Sequence[Reply], grads: Sequence[jax.Array]
 ) -> tuple[VoteCounts, list[jax.Array]]:
     """Statistics of a step, and for each bucket the number of workers present, by one sum over devices."""

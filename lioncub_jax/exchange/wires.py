@@ -335,10 +335,6 @@ def split(fmt: Format, words: jax.Array) -> tuple[list[jax.Array], jax.Array, An
 # --- Wires
 
 
-def _as_they_are(replies: jax.Array, axis: Axes) -> jax.Array:
-    return replies
-
-
 class Wire(NamedTuple):
     """The collectives of an exchange; built by the functions of this module.
 
@@ -354,7 +350,7 @@ class Wire(NamedTuple):
 
     name: str
     collect: Callable[[Message, Format, Axes], Inbox | Sums]
-    gather: Callable[[jax.Array, Axes], jax.Array] = _as_they_are
+    gather: Callable[[jax.Array, Axes], jax.Array] = lambda replies, axis: replies
     sharded: bool = False
     adds: str | None = None
 
