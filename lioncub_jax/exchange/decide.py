@@ -313,11 +313,6 @@ def _where_known(known: jax.Array, new: optax.OptState, old: optax.OptState) -> 
 # --- Codecs of replies
 
 
-def itself(u: jax.Array) -> jax.Array:
-    """The update of a single worker: the value."""
-    return u
-
-
 def sign() -> ReplyCodec:
     """One bit: the sign, which of Lion is the whole update; where it is 0, the fair bit of a tie.
 
@@ -361,7 +356,7 @@ def values() -> ReplyCodec:
     def reply_format(fmt: Format) -> Format:
         return fmt.reply(1, 0, words_per_row=ROW)
 
-    return ReplyCodec("values", encode, decode, reply_format, itself, value)
+    return ReplyCodec("values", encode, decode, reply_format, lambda u: u, value)
 
 
 def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
@@ -420,4 +415,4 @@ def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
     def init(rows: jax.Array) -> jax.Array:
         return jnp.zeros_like(rows, dtype=dtype)
 
-    return ReplyCodec(f"codes({p})", encode, decode, reply_format, itself, init=init)
+    return ReplyCodec(f"codes({p})", encode, decode, reply_format, lambda u: u, init=init)

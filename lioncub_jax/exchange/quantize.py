@@ -261,17 +261,14 @@ def midrise(p: int) -> Quantizer:
         voted = bits.pack_rows(context.in_chunks(is_voted)).reshape(-1)
         return Coded(_planes(halves, p), scale, voted, jnp.all(finite), halves)
 
-    def num_codes(num_workers: int) -> int:
-        return max_code
-
     def decode(codes: jax.Array, scales: jax.Array | None) -> jax.Array:
         assert scales is not None
         return dequantized(codes, max_code, scales.astype(jnp.float32) / 2)
 
-    values = Codec(num_codes, encode, finish, sums_of_rows, rows, decode)
+    values = Codec(lambda num_workers: max_code, encode, finish, sums_of_rows, rows, decode)
     votes = values._replace(decode=None)
     if p == 1:  # needs no scale
-        votes = Codec(num_codes, _signs, _voted_signs)
+        votes = Codec(values.max_code, _signs, _voted_signs)
     return Quantizer(f"midrise({p})", votes, values)
 
 
@@ -341,10 +338,7 @@ def ternary() -> Quantizer:
         q = jnp.where(x > 0, 2, jnp.where(x < 0, 0, 1)).astype(jnp.uint32)
         return _with_flaws(q, x, 2)
 
-    def max_code(num_workers: int) -> int:
-        return 2
-
-    return Quantizer("ternary", Codec(max_code, encode, _finite, midtread=True))
+    return Quantizer("ternary", Codec(lambda num_workers: 2, encode, _finite, midtread=True))
 
 
 def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
@@ -368,9 +362,6 @@ def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
     def measure(x: jax.Array) -> Sequence[jax.Array]:
         return [jnp.all(jnp.isfinite(x), axis=1)]
 
-    def rows(measured: Sequence[jax.Array], context: Context) -> Rows:
-        return measured
-
     def encode(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
         return bits.saturated(x, dtype).view(jnp.uint32).reshape(-1)
 
@@ -381,13 +372,11 @@ def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
         values = values.astype(jnp.float32)
         return jnp.where(jnp.isfinite(values), values, 0)  # whatever a worker sends
 
-    def max_code(num_workers: int) -> int:
-        return 0
-
-    return Quantizer(
-        f"dense({dtype.name})",
-        value=Codec(max_code, encode, finish, measure, rows, decode, dense=dtype),
-    )
+    codec = Codec(
+        lambda num_workers: 0, encode, finish, measure,
+        rows=lambda measured, context: measured, decode=decode, dense=dtype,
+    )  # fmt: skip
+    return Quantizer(f"dense({dtype.name})", value=codec)
 
 
 def error_feedback(quantizer: Quantizer, dtype: DTypeLike = jnp.bfloat16) -> Quantizer:

@@ -283,10 +283,7 @@ def ternary() -> Decision:
     def value(codes: jax.Array, scales: None, fmt: Format) -> jax.Array:
         return jnp.where(codes >= 2, 0, 2 * (codes & 1).astype(jnp.int32) - 1)
 
-    def reply_format(fmt: Format) -> Format:
-        return fmt.reply(2, 0)
-
-    return vote(ReplyCodec("ternary", encode, decode, reply_format, jnp.sign, value))
+    return vote(ReplyCodec("ternary", encode, decode, lambda fmt: fmt.reply(2, 0), jnp.sign, value))
 
 
 def average() -> Decision:
