@@ -248,9 +248,9 @@ def matrices_of(
     def is_leaf(x: Any) -> bool:
         return x is None or isinstance(x, MuonDimensionNumbers)
 
+    leaves = jax.tree_util.tree_leaves_with_path(params)
     given = numbers(params) if callable(numbers) else numbers
     if given is None:
-        leaves = jax.tree_util.tree_leaves_with_path(params)
         many = [jax.tree_util.keystr(path) for path, x in leaves if x.ndim > 2]
         if many:
             warnings.warn(
@@ -267,12 +267,13 @@ def matrices_of(
             f"dimension numbers {given!r} do not fit the parameters: give MuonDimensionNumbers, or None "
             "for no matrix, for each leaf of them or for a whole subtree"
         ) from error
-    leaves = jax.tree_util.tree_leaves_with_path(params)
     mesh = jax.sharding.get_abstract_mesh()
     if specs is None:
         specs = [restrict(jax.typeof(x).sharding.spec, mesh.explicit_axes) for _, x in leaves]
-    given = zip(leaves, each, specs, strict=True)
-    return tuple([_matrices(path, x, one, spec, mesh) for (path, x), one, spec in given])
+    found = []
+    for (path, x), one, spec in zip(leaves, each, specs, strict=True):
+        found.append(_matrices(path, x, one, spec, mesh))
+    return tuple(found)
 
 
 def _matrices(

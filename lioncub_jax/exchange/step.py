@@ -296,9 +296,7 @@ def interpolate(
     with jax.named_scope("lioncub.pack"):
         if plan.for_tpu and layout.lies_in_rows(piece):
             # Computed again, in rows: the kernel that packs then reads g, mu and e as they lie in memory.
-            in_rows = []
-            for x in (g, m, e):
-                in_rows.append(None if x is None else layout.piece_to_rows(x, piece))
+            in_rows = jax.tree.map(partial(layout.piece_to_rows, piece=piece), [g, m, e])
             g_rows, m_rows, e_rows = xla.recomputed(in_rows)
             values = plus_error(rule.interpolate(g_rows, m_rows), e_rows).astype(jnp.float32)
         else:

@@ -235,9 +235,9 @@ def with_matrices(
 ) -> Exchange:
     """The exchange with the matrices of these leaves, where its decision is about whole ones."""
     matrices_of = exchange.decision.matrices_of
-    return (
-        exchange if matrices_of is None else exchange._replace(matrices=matrices_of(params, specs))
-    )
+    if matrices_of is None:
+        return exchange
+    return exchange._replace(matrices=matrices_of(params, specs))
 
 
 # --- State
@@ -388,7 +388,6 @@ def next_counts(
     size = sum(math.prod(x.shape) * axes.shard(x, every)[1] for x in grads)
     if not replies:  # no leaf has elements
         return votes, []
-    abstentions, votes = votes.abstentions, jax.tree.map(jnp.zeros_like, votes)
     tie, pair = unit_of(size), unit_of(size * plan.num_workers**2)
     totals = [in_units(x, tie, pair) for x in replies]
     # Without bucket_size all buckets have the same voters.
@@ -397,15 +396,17 @@ def next_counts(
     sums = axes.total_over_shards(totals, copies, axis)
     num_present = sums[-len(copies) :].astype(jnp.int32)
     ties, *pairs = sums[: -len(copies)]
+    unlike, total = jax.tree.map(jnp.zeros_like, (votes.unlike, votes.pairs))
     if pairs:
         unlike, total = [x.astype(jnp.float32) * 2.0**pair for x in pairs]
-        votes = votes._replace(unlike=unlike, pairs=total)
     abstained = plan.num_workers - jnp.min(num_present)
-    votes = votes._replace(
-        parameters=jnp.float32(size),
+    votes = VoteCounts(
         ties=jnp.minimum(ties.astype(jnp.float32) * 2**tie, jnp.float32(size)),
+        parameters=jnp.float32(size),
         abstained=abstained,
-        abstentions=bits.add_count(abstentions, abstained),
+        abstentions=bits.add_count(votes.abstentions, abstained),
+        unlike=unlike,
+        pairs=total,
     )
     return votes, [num_present[k if per_bucket else 0] for k in range(len(replies))]
 
