@@ -275,14 +275,6 @@ def cut(tree: Any, first: jax.Array, size: int, axis: int = 0) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, axis), tree)
 
 
-def codes_of_piece(coded: Coded, bucket: BucketPlan, start: jax.Array, rows: int) -> Coded:
-    """Those of the rows of a piece, from block ``start`` of its bucket on."""
-    if not bucket.layout.large:  # one piece
-        return coded
-    scales = cut(coded.scales, start * BLOCK, rows)
-    return coded._replace(scales=scales, halves=cut(coded.halves, start, rows // BLOCK, BLOCKS))
-
-
 # --- Interpolate and encode
 
 
@@ -351,9 +343,7 @@ def bucket_context(plan: Plan, bucket: BucketPlan, inputs: Sequence[jax.Array]) 
 
 def leaf_means(plan: Plan, bucket: BucketPlan, rows: Sequence[jax.Array]) -> jax.Array:
     """Mean magnitude of the leaf of each row of all pieces, all shards together: ``float32[rows]``."""
-    sums = []
-    for x, piece in zip(rows, bucket.pieces, strict=True):
-        sums.append(sums_of_leaves(x, piece))
+    sums = [sums_of_leaves(x, piece) for x, piece in zip(rows, bucket.pieces, strict=True)]
     # All leaves in one sum, and none at all where nothing is cut.
     totals = axes.sum_over_shards(jnp.concatenate(sums), plan.exchange.axis)
     by_row, first = [], 0
@@ -478,11 +468,20 @@ def split_update(plan: Plan, piece: Piece, u: jax.Array) -> dict[int, jax.Array]
 # devices).
 
 
-def next_error(codec: Codec, coded: Coded, exact: jax.Array) -> jax.Array:
-    """``e = c + e - dequantize(q)``, of the rows ``c + e`` of a piece. Padding may hold anything."""
-    assert codec.decode is not None and coded.scales is not None
-    codes = bits.half_unpacked(coded.halves, len(coded.planes))
-    rows = codec.decode(codes, coded.scales.reshape(codes.shape[:-1]))
+def next_error(
+    codec: Codec, bucket: BucketPlan, coded: Coded, start: jax.Array, exact: jax.Array
+) -> jax.Array:
+    """``e = c + e - dequantize(q)``, of the rows ``c + e`` of a piece. Padding may hold anything.
+
+    The piece begins with block ``start`` of the bucket, which has these codes.
+    """
+    scales, halves = coded.scales, coded.halves
+    if bucket.layout.large:  # else there is one piece
+        scales = cut(scales, start * BLOCK, len(exact))
+        halves = cut(halves, start, len(exact) // BLOCK, BLOCKS)
+    assert codec.decode is not None and scales is not None
+    codes = bits.half_unpacked(halves, len(coded.planes))
+    rows = codec.decode(codes, scales.reshape(codes.shape[:-1]))
     return exact - rows.reshape(exact.shape).astype(exact.dtype)
 
 
@@ -496,8 +495,8 @@ def remember_errors(
     for x, start in zip(inputs, bucket.starts, strict=True):
         assert x.error is not None
         if x.piece.joined:
-            own = codes_of_piece(coded, bucket, start, x.piece.rows)
-            error = next_error(codec, own, plus_error(x.direction, x.error))
+            exact = plus_error(x.direction, x.error)
+            error = next_error(codec, bucket, coded, start, exact)
             remember(x.piece, x.error, error, participates, leaves)
             continue
         single.append((x.piece, start))
@@ -513,9 +512,8 @@ def remember_errors(
         coded: Coded,
         sizes: Any,
     ) -> jax.Array:
-        own = codes_of_piece(coded, bucket, start, piece.rows)
         exact = plus_error(layout.piece_to_rows(direction, piece), error)
-        made = next_error(codec, own, exact)
+        made = next_error(codec, bucket, coded, start, exact)
         return saturated(layout.zero_padding(made, sizes), error.dtype)
 
     def updated(
