@@ -190,7 +190,7 @@ def exchange_bucket(
     exchange, wire = plan.exchange, plan.exchange.wire
     received = collect(wire, message, bucket.message, exchange.axis)
     with jax.named_scope("lioncub.decide"):
-        context = decision_context(plan, bucket, wire.sharded)
+        context = decision_context(plan, bucket)
         reply, owner_state = exchange.decision.decide(received, context, owner_state)
     replies = publish(wire, reply, bucket.reply, exchange.axis, exchange.group)
     return replies, owner_state
@@ -229,10 +229,8 @@ def single_worker_step(
     if decision.decide_locally is not None:
         for k, bucket in enumerate(plan.buckets):
             mean = bucket.layout.join(values)
-            context = decision_context(plan, bucket, sharded=False)
-            u, new_owner_states[k] = decision.decide_locally(
-                mean, present, context, owner_states[k]
-            )
+            context, state = decision_context(plan, bucket), owner_states[k]
+            u, new_owner_states[k] = decision.decide_locally(mean, present, context, state)
             for i, x in bucket.layout.split(u).items():
                 decided[i] = x
 
@@ -393,11 +391,11 @@ def participation(
 # --- Decide
 
 
-def decision_context(plan: Plan, bucket: BucketPlan, sharded: bool) -> Context:
-    """The rows of a bucket on which this worker decides: its chunk if ``sharded``, else all."""
+def decision_context(plan: Plan, bucket: BucketPlan) -> Context:
+    """The rows of a bucket on which this worker decides: its chunk, or all if it owns none or is alone."""
     places, sizes = bucket.layout, bucket.row_sizes
     num_chunks, first = plan.num_workers, jnp.uint32(0)
-    if sharded:
+    if plan.exchange.wire.sharded and plan.num_workers > 1:
         num_chunks, first = 1, plan.worker.astype(jnp.uint32) * places.rows_per_chunk
     if sizes is not None:
         sizes = lax.dynamic_slice_in_dim(sizes, first, num_chunks * places.rows_per_chunk)
