@@ -48,7 +48,7 @@ class Exchange(NamedTuple):
     @property
     def joins_leaves(self) -> bool:
         """True where leaves are joined to rows first: of a group, or of whole matrices."""
-        return bool(self.group) or self.matrices is not None
+        return bool(self.group) or self.decision.matrices_of is not None
 
     @property
     def abstains_per_bucket(self) -> bool:

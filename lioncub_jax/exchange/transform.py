@@ -20,7 +20,7 @@ from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.checks import check_count, check_kinds
 from lioncub_jax.exchange.layout import BucketLayout, Flat, register_with_flax
 from lioncub_jax.exchange.mapped import Holder, on_workers
-from lioncub_jax.exchange.matrices import Deal
+from lioncub_jax.exchange.matrices import Deal, on_rows
 from lioncub_jax.exchange.momentum import MomentumRule
 from lioncub_jax.exchange.plan import Exchange, Plan, bucket_leaves, deal_of, make_plan
 from lioncub_jax.exchange.quantize import Codec, Quantizer
@@ -218,7 +218,7 @@ def update_state(
     """Checks the arguments and takes a step: ``u`` of each leaf, and the next state."""
     axis, group = exchange.axis, exchange.group
     specs = state.specs.params if isinstance(state.specs, StateSpecs) else None
-    kept = () if group or exchange.decision.matrices_of is not None else (state.mu, state.error)
+    kept = () if exchange.joins_leaves else (state.mu, state.error)
     abstain = checks.check_abstain(abstain, extra)
     updates = checks.check_update(updates, params, state.count, kept, axis, group)
     exchange = with_matrices(exchange, updates, specs)
@@ -262,9 +262,9 @@ def stand_ins(exchange: Exchange, params: optax.Params) -> tuple[Any, Any, Any]:
     A tree of other arrays than the parameters' is one number, 0.
     """
     codec, decision = exchange.message_codec, exchange.decision
-    whole = not exchange.group and decision.matrices_of is None
-    mu = params if whole and jax.tree.leaves(exchange.momentum_rule.init(jnp.zeros(1))) else 0
-    error = params if whole and codec.error_dtype is not None else 0
+    keeps_mu = jax.tree.leaves(exchange.momentum_rule.init(jnp.zeros(1)))
+    mu = params if keeps_mu and not exchange.joins_leaves else 0
+    error = params if codec.error_dtype is not None and not exchange.joins_leaves else 0
     return mu, error, 0 if decision.init is not None else ()
 
 
@@ -298,9 +298,7 @@ def init_on_device(
         rows = bucket.rows_per_chunk if sharded else bucket.rows
         state = decision.init(jnp.zeros((rows, ROW), jnp.float32), deal_of(bucket, shared))
         # Arrays of an owned chunk vary over the workers; counters are the same on every worker.
-        states.append(
-            jax.tree.map(lambda x, over=over: axes.varying(x, over) if x.ndim else x, state)
-        )
+        states.append(on_rows(partial(axes.varying, axis=over), state))
     return flats(parts, shared), flats(states, buckets)
 
 
