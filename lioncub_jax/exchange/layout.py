@@ -213,7 +213,7 @@ def check_order(flats: Sequence[Flat], buckets: Sequence[Any]) -> None:
 def buckets(
     leaves: Sequence[Any],
     num_chunks: int,
-    limit: float | None = None,
+    limit: int | None = None,
     axes: Sequence[Collection[str]] = (),
 ) -> tuple[BucketLayout, ...]:
     """Plans the buckets of a list of leaves.
@@ -234,7 +234,7 @@ def buckets(
       >>> [(s.first_row, s.rows) for s in bucket.segments], bucket.rows_per_chunk
       ([(0, 2), (2, 1)], 2)
     """
-    limit = math.inf if limit is None else limit
+    most = math.inf if limit is None else limit
     groups: dict[tuple[str, ...], list[list[int]]] = {}
     filled = dict[tuple[str, ...], int]()  # elements in the last bucket over these axes
     for index, leaf in enumerate(leaves):
@@ -243,7 +243,7 @@ def buckets(
             continue
         over = tuple(sorted(axes[index])) if axes else ()
         own = groups.setdefault(over, [])
-        if not own or filled[over] + size > limit:
+        if not own or filled[over] + size > most:
             own.append([])
             filled[over] = 0
         own[-1].append(index)
