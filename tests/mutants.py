@@ -69,8 +69,8 @@ MUTANTS = r"""
 + row = first
 
 = encode: a leaf takes the scales of the bucket's first rows for its own
-- cut(rows, start * BLOCK, len(x))
-+ cut(rows, 0 * start, len(x))
+- cut(by_row, start * BLOCK, len(x))
++ cut(by_row, 0 * start, len(x))
 
 # exchange/step.py: sharding accounting optimizer contract
 = leaf_means: a leaf in shards has the scale of one shard

@@ -57,8 +57,8 @@ GAUSSIAN_STEP = {
 }
 
 
-# What the `rows` of a codec gives, and its own functions alone read.
-Rows: TypeAlias = Any
+# Numbers of each row, which the `rows` of a codec gives, and its own functions alone read.
+ByRow: TypeAlias = Any
 
 
 class Codec(NamedTuple):
@@ -67,14 +67,14 @@ class Codec(NamedTuple):
     Attributes:
       max_code: ``num_workers -> largest code``; raises ``ValueError`` if the sum over so many workers does
         not fit.
-      encode: ``(float32[rows, 128], Rows, Context) -> uint32[rows, 128]``, of a piece: codes, and above
+      encode: ``(float32[rows, 128], ByRow, Context) -> uint32[rows, 128]``, of a piece: codes, and above
         them one bit, which for mid-rise codes is 1 where a value is not zero (a zero has the lower one of
         the two codes in the middle), and for others where it is not finite. Of dense values their words.
-      finish: ``(Halves, Rows, Context) -> Coded``, of a whole bucket, whose codes are half packed: what
+      finish: ``(Halves, ByRow, Context) -> Coded``, of a whole bucket, whose codes are half packed: what
         takes a pass over words or numbers of rows takes little time for all pieces at once, and a
         compiler's time for each of them.
       measure: ``float32[rows, 128] -> arrays [rows]``, of a piece.
-      rows: ``(arrays [rows], Context) -> Rows``, of a whole bucket, of what `measure` gives: a tree of
+      rows: ``(arrays [rows], Context) -> ByRow``, of a whole bucket, of what `measure` gives: a tree of
         arrays ``[rows]`` by which this codec encodes, and which is cut for each piece; () for none.
       decode: ``(codes, scales) -> float32[..., rows, 128]`` of codes, or dense values, of that shape, and
         scales ``[..., rows]``. None for votes.
@@ -85,10 +85,10 @@ class Codec(NamedTuple):
     """
 
     max_code: Callable[[int], int]
-    encode: Callable[[jax.Array, Rows, "Context"], jax.Array]
-    finish: Callable[[Any, Rows, "Context"], Coded]
+    encode: Callable[[jax.Array, ByRow, "Context"], jax.Array]
+    finish: Callable[[Any, ByRow, "Context"], Coded]
     measure: Callable[[jax.Array], Sequence[jax.Array]] = lambda x: ()
-    rows: Callable[[Sequence[jax.Array], "Context"], Rows] = lambda measured, context: ()
+    rows: Callable[[Sequence[jax.Array], "Context"], ByRow] = lambda measured, context: ()
     decode: Callable[..., jax.Array] | None = None
     midtread: bool = False
     dense: np.dtype | None = None
@@ -244,19 +244,19 @@ def midrise(p: int) -> Quantizer:
     check_bits("midrise", p, 1)
     max_code = 2**p - 1
 
-    def rows(measured: Sequence[jax.Array], context: Context) -> Rows:
+    def rows(measured: Sequence[jax.Array], context: Context) -> ByRow:
         mean, finite = mean_of_sums(measured, context.row_sizes)
         scale, inverse = _with_inverse(to_bfloat16(GAUSSIAN_STEP[p] * mean))
         return scale, inverse, mean > 0, finite
 
-    def encode(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
-        _, inverse, *_ = rows
+    def encode(x: jax.Array, by_row: ByRow, context: Context) -> jax.Array:
+        _, inverse, *_ = by_row
         q = midrise_codes(x, x > 0, inverse, p)
         return q | ((x != 0).astype(jnp.uint32) << p)
 
-    def finish(halves: Halves, rows: Rows, context: Context) -> Coded:
+    def finish(halves: Halves, by_row: ByRow, context: Context) -> Coded:
         assert context.zero_signs is not None
-        scale, _, is_voted, finite = rows
+        scale, _, is_voted, finite = by_row
         halves = bits.half_with_zero_signs(halves, p, context.in_chunks(context.zero_signs))
         voted = bits.pack_rows(context.in_chunks(is_voted)).reshape(-1)
         return Coded(_planes(halves, p), scale, voted, jnp.all(finite), halves)
@@ -307,12 +307,12 @@ def integer(p: int = 8) -> Quantizer:
             )
         return 2 * s
 
-    def rows(measured: Sequence[jax.Array], context: Context) -> Rows:
+    def rows(measured: Sequence[jax.Array], context: Context) -> ByRow:
         assert context.leaf_mean is not None
         return _with_inverse(context.leaf_mean)
 
-    def encode(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
-        _, inverse = rows
+    def encode(x: jax.Array, by_row: ByRow, context: Context) -> jax.Array:
+        _, inverse = by_row
         s = max_code(context.format.num_workers) // 2
         level = jnp.round(x * inverse[:, None] * (s / 2))
         q = (jnp.clip(level, -s, s) + s).astype(jnp.uint32)
@@ -334,7 +334,7 @@ def ternary() -> Quantizer:
       2
     """
 
-    def encode(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
+    def encode(x: jax.Array, by_row: ByRow, context: Context) -> jax.Array:
         q = jnp.where(x > 0, 2, jnp.where(x < 0, 0, 1)).astype(jnp.uint32)
         return _with_flaws(q, x, 2)
 
@@ -362,11 +362,11 @@ def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
     def measure(x: jax.Array) -> Sequence[jax.Array]:
         return [jnp.all(jnp.isfinite(x), axis=1)]
 
-    def encode(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
+    def encode(x: jax.Array, by_row: ByRow, context: Context) -> jax.Array:
         return bits.saturated(x, dtype).view(jnp.uint32).reshape(-1)
 
-    def finish(words: jax.Array, rows: Rows, context: Context) -> Coded:
-        return Coded([words], None, None, jnp.all(rows[0]))
+    def finish(words: jax.Array, by_row: ByRow, context: Context) -> Coded:
+        return Coded([words], None, None, jnp.all(by_row[0]))
 
     def decode(values: jax.Array, scales: jax.Array | None) -> jax.Array:
         values = values.astype(jnp.float32)
@@ -474,13 +474,13 @@ def mean_of_sums(
 # --- Helpers
 
 
-def _signs(x: jax.Array, rows: Rows, context: Context) -> jax.Array:
+def _signs(x: jax.Array, by_row: ByRow, context: Context) -> jax.Array:
     # Of two bits, positive and not zero, a number has no (1, 0): it stands for what is not finite.
     fields = bits.sign_fields(x)
     return jnp.where(jnp.isfinite(x), fields, 1)
 
 
-def _voted_signs(halves: Halves, rows: Rows, context: Context) -> Coded:
+def _voted_signs(halves: Halves, by_row: ByRow, context: Context) -> Coded:
     positive, marks = _planes(halves, 2)
     assert context.zero_signs is not None
     finite = jnp.all(positive & ~marks == 0)
@@ -494,7 +494,7 @@ def _with_flaws(codes: jax.Array, x: jax.Array, p: int) -> jax.Array:
     return codes | ((~jnp.isfinite(x)).astype(jnp.uint32) << p)
 
 
-def _finite(halves: Halves, rows: Rows, context: Context) -> Coded:
+def _finite(halves: Halves, by_row: ByRow, context: Context) -> Coded:
     *codes, flaws = _planes(halves, context.format.planes + 1)
     return Coded(codes, None, None, jnp.all(flaws == 0))
 

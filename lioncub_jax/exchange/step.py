@@ -300,11 +300,11 @@ def encode(plan: Plan, bucket: BucketPlan, inputs: Sequence[jax.Array]) -> Coded
     codec, whole = plan.exchange.message_codec, bucket_context(plan, bucket, inputs)
     # Functions of pieces are traced once for all large leaves of one shape.
     measure = jax.jit(codec.measure)
-    rows = codec.rows(concatenated([measure(x) for x in inputs]), whole)
+    by_row = codec.rows(concatenated([measure(x) for x in inputs]), whole)
 
     @jax.jit
-    def packed_piece(x: jax.Array, start: jax.Array, rows: Any) -> Any:
-        own = cut(rows, start * BLOCK, len(x))
+    def packed_piece(x: jax.Array, start: jax.Array, by_row: Any) -> Any:
+        own = cut(by_row, start * BLOCK, len(x))
         fields = codec.encode(x, own, whole)
         if codec.dense is not None:
             return fields
@@ -312,9 +312,9 @@ def encode(plan: Plan, bucket: BucketPlan, inputs: Sequence[jax.Array]) -> Coded
         return bits.half_packed(whole.in_chunks(fields), bucket.message.planes + 1)
 
     pieces = zip(inputs, bucket.starts, strict=True)
-    packed = [packed_piece(x, start, rows) for x, start in pieces]
+    packed = [packed_piece(x, start, by_row) for x, start in pieces]
     in_bucket = concatenated(packed, BLOCKS if codec.dense is None else 0)
-    return codec.finish(in_bucket, rows, whole)
+    return codec.finish(in_bucket, by_row, whole)
 
 
 def bucket_context(plan: Plan, bucket: BucketPlan, inputs: Sequence[jax.Array]) -> Context:
