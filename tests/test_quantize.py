@@ -40,7 +40,7 @@ def encode(quantizer, x, step, worker, *, workers):
     planes = [x.reshape(len(parts), -1) for x in message.planes]
     codes = None
     if not codec.dense:
-        codes = bits.unpack(planes, parts.shape[1]).reshape(-1, 128).astype(jnp.int32)
+        codes = bits.unpack(planes).reshape(-1, 128).astype(jnp.int32)
     sent = None if message.scales is None else message.scales.reshape(parts.shape[:2])
     values = None
     if codec.decode is not None:

@@ -128,7 +128,7 @@ def planes_of(halves: Halves, p: int) -> list[jax.Array]:
 
 def half_unpacked(halves: Halves, p: int) -> jax.Array:
     """Codes ``uint32[..., rows, 128]`` of ``p`` bits, with less work than from planes."""
-    rows, parts = sum(x[0].shape[-3] * x[0].shape[-1] // WORDS_PER_ROW for x in halves), []
+    parts = []
     for each in halves:
         at = iota_along(_STRIPES, -3, each[0].ndim + 1, _APART)
         codes = []
@@ -136,7 +136,7 @@ def half_unpacked(halves: Halves, p: int) -> jax.Array:
             mask = 2 ** min(p - _APART * k, _APART) - 1
             codes.append(((words[..., None, :, :] >> at) & mask) << (_APART * k))
         code = functools.reduce(operator.or_, codes)
-        parts.append(_in_rows(code.reshape(*code.shape[:-3], BLOCK, -1), rows))
+        parts.append(_in_rows(code.reshape(*code.shape[:-3], BLOCK, -1)))
     return jnp.concatenate(parts, -2)
 
 
@@ -153,8 +153,8 @@ def half_with_zero_signs(halves: Halves, p: int, signs: jax.Array) -> Halves:
     Returns:
       As `half_packed`, of the codes alone.
     """
-    rows, signed = signs.shape[-1] // WORDS_PER_ROW, []
-    for each, words in zip(halves, _in_blocks(signs, rows), strict=True):
+    signed = []
+    for each, words in zip(halves, _in_blocks(signs), strict=True):
         words = words[..., None, :]
         marks = each[p // _APART] >> (p % _APART)
         aside = (words >> iota_along(_APART, -2, words.ndim)) & ~marks & _EVERY_FOURTH
@@ -211,11 +211,12 @@ def _rows_in_blocks(x: jax.Array) -> list[jax.Array]:
     return parts
 
 
-def _in_blocks(words: jax.Array, rows: int) -> list[jax.Array]:
+def _in_blocks(words: jax.Array) -> list[jax.Array]:
     """``[..., 4 rows]`` as ``[..., blocks, 128]``, then a short block as ``[..., 1, 4 n]``."""
-    lead, split = words.shape[:-1], rows // BLOCK * ROW
-    parts = [words[..., :split].reshape(*lead, -1, ROW)] if split else []
-    return parts + ([words[..., None, split:]] if rows % BLOCK else [])
+    *lead, size = words.shape
+    whole = size - size % ROW
+    parts = [words[..., :whole].reshape(*lead, -1, ROW)] if whole else []
+    return parts + ([words[..., None, whole:]] if size > whole else [])
 
 
 def _joined(parts: Sequence[jax.Array], lead: Sequence[int]) -> jax.Array:
@@ -223,12 +224,11 @@ def _joined(parts: Sequence[jax.Array], lead: Sequence[int]) -> jax.Array:
     return jnp.concatenate([x.reshape(*lead, -1) for x in parts], -1)
 
 
-def unpack(planes: jax.Array | Sequence[jax.Array], rows: int) -> jax.Array:
+def unpack(planes: jax.Array | Sequence[jax.Array]) -> jax.Array:
     """Turns planes back into codes.
 
     Args:
-      planes: ``uint32[p, ..., 4 rows]``, or a list of ``p`` planes.
-      rows: as of `whole_rows`.
+      planes: ``uint32[p, ..., 4 rows]``, or a list of ``p`` planes; rows as of `whole_rows`.
 
     Returns:
       ``uint32[..., rows, 128]``, codes in ``[0, 2**p)``.
@@ -237,23 +237,23 @@ def unpack(planes: jax.Array | Sequence[jax.Array], rows: int) -> jax.Array:
       >>> import jax.numpy as jnp
       >>> from lioncub_jax.exchange import bits
       >>> words = jnp.zeros(128, jnp.uint32).at[7].set(8)
-      >>> int(bits.unpack([words, words], 32)[3, 7])
+      >>> int(bits.unpack([words, words])[3, 7])
       3
     """
-    return functools.reduce(operator.or_, [_bits(x, rows) << k for k, x in enumerate(planes)])
+    return functools.reduce(operator.or_, [_bits(x) << k for k, x in enumerate(planes)])
 
 
-def unpack_each(planes: Sequence[jax.Array], rows: int) -> Callable[[Any], jax.Array]:
+def unpack_each(planes: Sequence[jax.Array]) -> Callable[[Any], jax.Array]:
     """Like `unpack`, of ``uint32[messages, ..., 4 rows]``: a function of a message's index, or ``...``.
 
     On a CPU the planes are joined first, to words of eight codes of 4 bits, or four of 8.
     """
     if not xla.for_cpu():
-        return lambda at: unpack([x[at] for x in planes], rows)
+        return lambda at: unpack([x[at] for x in planes])
     size = 4 if len(planes) <= 4 else 8
     first = np.uint32(0x11111111 if size == 4 else 0x01010101)
     joined = []
-    for each in zip(*[_in_blocks(x, rows) for x in planes], strict=True):
+    for each in zip(*[_in_blocks(x) for x in planes], strict=True):
         row = iota_along(size, -2, each[0].ndim + 1)
         codes = [((x[..., None, :] >> row) & first) << k for k, x in enumerate(each)]
         joined.append(xla.materialized(functools.reduce(operator.or_, codes)))
@@ -263,50 +263,49 @@ def unpack_each(planes: Sequence[jax.Array], rows: int) -> Callable[[Any], jax.A
         for x in joined:
             words = x[at][..., None, :, :]
             codes = (words >> iota_along(BLOCK // size, -3, words.ndim, size)) & (2**size - 1)
-            parts.append(_in_rows(codes.reshape(*codes.shape[:-3], BLOCK, -1), rows))
+            parts.append(_in_rows(codes.reshape(*codes.shape[:-3], BLOCK, -1)))
         return jnp.concatenate(parts, -2)
 
     return apart
 
 
-def unpack_signs(positive: jax.Array, moved: jax.Array, rows: int) -> jax.Array:
+def unpack_signs(positive: jax.Array, moved: jax.Array) -> jax.Array:
     """``int8[..., rows, 128]``: 1 or -1, and 0 in rows that do not move.
 
     Args:
       positive: ``uint32[..., 4 rows]``.
       moved: row words, ``uint32[..., blocks]``.
-      rows: as of `whole_rows`.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from lioncub_jax.exchange import bits
       >>> positive = jnp.zeros(128, jnp.uint32).at[7].set(8)
-      >>> bits.unpack_signs(positive, jnp.array([12], jnp.uint32), 32)[1:4, 7].tolist()
+      >>> bits.unpack_signs(positive, jnp.array([12], jnp.uint32))[1:4, 7].tolist()
       [0, -1, 1]
     """
-    moved = over_rows(moved, rows)
+    moved = over_rows(moved, positive.shape[-1] // WORDS_PER_ROW)
     # 1 is 00000001 and -1 is 11111111.
-    upper = -unpack([moved & ~positive], rows) & np.uint32(0xFE)
-    return (unpack([moved], rows) | upper).astype(jnp.int8)
+    upper = -unpack([moved & ~positive]) & np.uint32(0xFE)
+    return (unpack([moved]) | upper).astype(jnp.int8)
 
 
-def unpack_short(planes: Sequence[jax.Array], rows: int) -> jax.Array:
+def unpack_short(planes: Sequence[jax.Array]) -> jax.Array:
     """Like `unpack`, as the smallest integer type: ``uint8``, of more than 8 planes ``uint16``, ..."""
-    return unpack(planes, rows).astype(np.min_scalar_type(2 ** len(planes) - 1))
+    return unpack(planes).astype(np.min_scalar_type(2 ** len(planes) - 1))
 
 
-def _bits(words: jax.Array, rows: int) -> jax.Array:
+def _bits(words: jax.Array) -> jax.Array:
     parts = []
-    for x in _in_blocks(words, rows):
-        parts.append(_in_rows((x[..., None, :] >> iota_along(BLOCK, -2, x.ndim + 1)) & 1, rows))
+    for x in _in_blocks(words):
+        parts.append(_in_rows((x[..., None, :] >> iota_along(BLOCK, -2, x.ndim + 1)) & 1))
     return jnp.concatenate(parts, -2)
 
 
-def _in_rows(blocks: jax.Array, rows: int) -> jax.Array:
+def _in_rows(blocks: jax.Array) -> jax.Array:
     """Undoes `_rows_in_blocks`, of ``[..., blocks, 32, lanes]``."""
     *lead, _, _, lanes = blocks.shape
     if lanes < ROW:
-        blocks = jnp.moveaxis(blocks.reshape(*lead, -1, rows % BLOCK, lanes), -3, -2)
+        blocks = jnp.moveaxis(blocks.reshape(*lead, -1, lanes // WORDS_PER_ROW, lanes), -3, -2)
     return blocks.reshape(*lead, -1, ROW)
 
 
@@ -341,13 +340,13 @@ def unpack_rows(words: jax.Array, rows: int) -> jax.Array:
     return bits.reshape(*words.shape[:-1], -1)[..., :rows]
 
 
-def any_in_rows(words: jax.Array, rows: int) -> jax.Array:
+def any_in_rows(words: jax.Array) -> jax.Array:
     """Row words of the rows with a bit in any element: ``uint32[..., 4 rows]`` to ``[..., blocks]``."""
     parts = []
-    for x in _in_blocks(words, rows):
+    for x in _in_blocks(words):
         either = lax.reduce_or(x, (x.ndim - 1,))
         if x.shape[-1] < ROW:
-            n, bit = rows % BLOCK, BLOCK // 2
+            n, bit = x.shape[-1] // WORDS_PER_ROW, BLOCK // 2
             while bit >= n:
                 either, bit = either | (either >> bit), bit // 2
             either &= 2**n - 1

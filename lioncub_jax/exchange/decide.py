@@ -324,7 +324,7 @@ def sign() -> ReplyCodec:
     def encode(u: jax.Array, context: Context, error: tuple[()]) -> tuple[Any, ...]:
         u = context.in_chunks(zero_unknown(u))
         positive, marks = bits.pack(bits.sign_fields(u), 2)
-        moved = bits.any_in_rows(marks, context.format.num_rows)
+        moved = bits.any_in_rows(marks)
         ties = number_of_ties(~marks, moved, context)
         return [with_tie_bits(positive, ~marks, context)], moved, ties, error
 
@@ -405,7 +405,7 @@ def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
     ) -> tuple[jax.Array, jax.Array]:
         assert row_data is not None
         half = unpack_scales(row_data, largest).reshape(-1, num_rows)  # whatever an owner sends
-        codes = bits.unpack(planes, num_rows)
+        codes = bits.unpack(planes)
         odd = quantize.odd_numbers(codes, max_code).astype(short)
         return odd, half if xla.for_cpu() else xla.materialized(half)
 

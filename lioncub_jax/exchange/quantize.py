@@ -113,7 +113,7 @@ class Codec(NamedTuple):
     def unpack_each(self, planes: Sequence[jax.Array], num_rows: int) -> Callable[[Any], jax.Array]:
         """`bits.unpack_each`; of dense values, which travel as they are, these."""
         if self.dense is None:
-            return bits.unpack_each(planes, num_rows)
+            return bits.unpack_each(planes)
         words = planes[0].reshape(*planes[0].shape[:-1], num_rows, -1)
         return words.view(self.dense).__getitem__
 
@@ -485,8 +485,7 @@ def _voted_signs(halves: Halves, by_row: ByRow, context: Context) -> Coded:
     assert context.zero_signs is not None
     finite = jnp.all(positive & ~marks == 0)
     positive |= context.zero_signs & ~marks
-    words = context.in_chunks(marks)
-    voted = bits.any_in_rows(words, words.shape[1] // WORDS_PER_ROW)
+    voted = bits.any_in_rows(context.in_chunks(marks))
     return Coded([positive], None, voted.reshape(-1), finite)
 
 

@@ -278,7 +278,7 @@ def ternary() -> Decision:
     def decode(
         planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
     ) -> tuple[jax.Array, None]:
-        return bits.unpack_short(planes, num_rows), None
+        return bits.unpack_short(planes), None
 
     def value(codes: jax.Array, scales: None, fmt: Format) -> jax.Array:
         return jnp.where(codes >= 2, 0, 2 * (codes & 1).astype(jnp.int32) - 1)
@@ -321,7 +321,7 @@ def average() -> Decision:
         voters = bits.unpack_rows(words[..., 0], num_rows)
         for k in range(1, words.shape[2]):
             voters += bits.unpack_rows(words[..., k], num_rows) << k
-        return bits.unpack_short(planes, num_rows), voters
+        return bits.unpack_short(planes), voters
 
     def value(sums: jax.Array, voters: jax.Array, fmt: Format) -> jax.Array:
         """``(2 sum - n max_code) / (n max_code)``; codes for zero in the sum are left out of it."""
@@ -354,7 +354,7 @@ def decode_signs(
     """-1 or 1; 0 in rows that do not move."""
     assert moved is not None
     [positive] = planes
-    return bits.unpack_signs(positive, moved, num_rows), None
+    return bits.unpack_signs(positive, moved), None
 
 
 def signs_format(fmt: Format) -> Format:

@@ -487,9 +487,9 @@ def _unpacked(message: Message, fmt: Format) -> tuple[jax.Array, jax.Array | Non
     """Codes ``uint32[chunks, rows, 128]``, 0 without a vote; ``uint32[chunks, rows]``, 1 with one."""
     planes = [x.reshape(fmt.num_workers, -1) for x in message.planes]
     if message.voted is None:
-        return bits.unpack(planes, fmt.num_rows), None
+        return bits.unpack(planes), None
     voted = message.voted.reshape(fmt.num_workers, -1)
-    codes = bits.unpack(voted_planes(planes, voted, fmt), fmt.num_rows)
+    codes = bits.unpack(voted_planes(planes, voted, fmt))
     return codes, bits.unpack_rows(voted, fmt.num_rows)
 
 
