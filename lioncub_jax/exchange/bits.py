@@ -136,8 +136,8 @@ def half_unpacked(halves: Halves, p: int) -> jax.Array:
             mask = 2 ** min(p - _APART * k, _APART) - 1
             codes.append(((words[..., None, :, :] >> at) & mask) << (_APART * k))
         code = functools.reduce(operator.or_, codes)
-        parts.append(_in_rows(code.reshape(*code.shape[:-3], BLOCK, -1)))
-    return jnp.concatenate(parts, -2)
+        parts.append(code.reshape(*code.shape[:-3], BLOCK, -1))
+    return _in_rows(parts)
 
 
 def half_with_zero_signs(halves: Halves, p: int, signs: jax.Array) -> Halves:
@@ -263,8 +263,8 @@ def unpack_each(planes: Sequence[jax.Array]) -> Callable[[Any], jax.Array]:
         for x in joined:
             words = x[at][..., None, :, :]
             codes = (words >> iota_along(BLOCK // size, -3, words.ndim, size)) & (2**size - 1)
-            parts.append(_in_rows(codes.reshape(*codes.shape[:-3], BLOCK, -1)))
-        return jnp.concatenate(parts, -2)
+            parts.append(codes.reshape(*codes.shape[:-3], BLOCK, -1))
+        return _in_rows(parts)
 
     return apart
 
@@ -295,18 +295,19 @@ def unpack_short(planes: Sequence[jax.Array]) -> jax.Array:
 
 
 def _bits(words: jax.Array) -> jax.Array:
-    parts = []
-    for x in _in_blocks(words):
-        parts.append(_in_rows((x[..., None, :] >> iota_along(BLOCK, -2, x.ndim + 1)) & 1))
-    return jnp.concatenate(parts, -2)
+    blocks = _in_blocks(words)
+    return _in_rows([(x[..., None, :] >> iota_along(BLOCK, -2, x.ndim + 1)) & 1 for x in blocks])
 
 
-def _in_rows(blocks: jax.Array) -> jax.Array:
-    """Undoes `_rows_in_blocks`, of ``[..., blocks, 32, lanes]``."""
-    *lead, _, _, lanes = blocks.shape
-    if lanes < ROW:
-        blocks = jnp.moveaxis(blocks.reshape(*lead, -1, lanes // WORDS_PER_ROW, lanes), -3, -2)
-    return blocks.reshape(*lead, -1, ROW)
+def _in_rows(parts: Sequence[jax.Array]) -> jax.Array:
+    """Undoes `_rows_in_blocks`."""
+    rows = []
+    for x in parts:
+        *lead, _, _, lanes = x.shape
+        if lanes < ROW:
+            x = jnp.moveaxis(x.reshape(*lead, -1, lanes // WORDS_PER_ROW, lanes), -3, -2)
+        rows.append(x.reshape(*lead, -1, ROW))
+    return jnp.concatenate(rows, -2)
 
 
 # --- Bits of rows
