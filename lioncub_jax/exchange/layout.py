@@ -264,15 +264,12 @@ def _place(
     begin: int,
 ) -> BucketLayout:
     """The bucket of some leaves, ``begin`` rows behind the first."""
-
-    def is_small(index: int) -> bool:
-        return math.prod(leaves[index].shape) <= SMALL * ROW
-
+    sizes = {index: math.prod(leaves[index].shape) for index in members}
     segments, first, for_tpu = list[Segment](), 0, xla.for_tpu()
-    for index in sorted(members, key=is_small):
-        shape = tuple(leaves[index].shape)
-        size = math.prod(shape)
-        rows = round_up(divide_up(size, ROW), 1 if is_small(index) else BLOCK)
+    for index in sorted(members, key=lambda index: sizes[index] <= SMALL * ROW):
+        shape, size = tuple(leaves[index].shape), sizes[index]
+        rows = divide_up(size, ROW)
+        rows = round_up(rows, BLOCK) if rows > SMALL else rows
         tiles = for_tpu and made_of_tiles(shape)
         segments.append(Segment(index, shape, size, first_row=first, rows=rows, tiles=tiles))
         first += rows

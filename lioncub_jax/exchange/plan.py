@@ -92,8 +92,8 @@ class Plan(NamedTuple):
       buckets: in which its leaves travel; where ``shared`` is not empty, in which its parts of those
         buckets do: `step.step` is then given parts for leaves.
       shared: in a group of devices, the buckets of whole leaves that the group shares, a first stage; this
-        device's part of number k is leaf k of ``buckets``, the second. Likewise deals of whole matrices. ()
-        without either.
+        device's part of number k is leaf k of ``buckets``, the second. Likewise deals of whole matrices,
+        which are asked the same. () without either.
       row_sizes: None for each whole leaf; for each part of a shared bucket ``int32[rows]``, elements that
         are no padding.
       for_tpu: the program is one of TPUs, and leaves of whole tiles lie in their order.
