@@ -192,7 +192,7 @@ def barrier(tree: Any) -> Any:
         held = lax.optimization_barrier([leaves[i] for i in places])
         for i, x in zip(places, held, strict=True):
             leaves[i] = x
-    return structure.unflatten(leaves)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def behind(x: jax.Array, made: jax.Array) -> jax.Array:
