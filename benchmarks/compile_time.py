@@ -94,9 +94,7 @@ def mapped(model: programs.Model, mesh: Mesh, joined: bool) -> Any:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, jax.lax.pmean(value, "data")
 
-    step = jax.shard_map(
-        on_worker, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=(P(), P(), P())
-    )
+    step = jax.shard_map(on_worker, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
     rows, length = model.windows
     windows = jax.ShapeDtypeStruct((rows * mesh.size, length), jnp.int32)
     state = jax.eval_shape(tx.init, model.params)

@@ -231,8 +231,7 @@ def _collective(op: str, step: JaxprEqn, workers: Workers, times: int) -> Collec
     mesh = workers.mesh.abstract_mesh
     over, groups = named_axes(step), step.params.get("axis_index_groups")
     size = len(groups[0]) if groups else product(mesh.shape, over)
-    device = mesh.abstract_device
-    widened = op == "all-reduce" and device is not None and device.platform == "cpu"
+    widened = op == "all-reduce" and axes.platform(mesh) == "cpu"
     operands = []
     for var in step.invars:
         x: Any = var.aval

@@ -34,20 +34,15 @@ MOST_TERMS = 64  # of a sum without a loop; more compile slowly
 PER_REDUCTION = 16  # numbers in one reduction; hundreds in one reduction compile slowly
 
 
-def platform() -> str | None:
-    """The platform whose program is traced, such as "tpu"; None where the mesh does not say it."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device and device.platform
-
-
 def for_cpu() -> bool:
     """True where a program of CPUs is traced."""
-    return (platform() or jax.default_backend()) == "cpu"
+    known = axes.platform(jax.sharding.get_abstract_mesh())
+    return (known or jax.default_backend()) == "cpu"
 
 
 def for_tpu() -> bool:
     """True where a program of TPUs is traced."""
-    return platform() == "tpu"
+    return axes.platform(jax.sharding.get_abstract_mesh()) == "tpu"
 
 
 def reduced(

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 
 # As users name the workers: one mesh axis, or several.
 AxisName: TypeAlias = str | tuple[str, ...]
@@ -27,6 +28,12 @@ def names(axis: AxisName | None) -> Axes:
 def spelled(axis: Axes) -> AxisName | None:
     """The axes as users write them: one name, several, or None."""
     return axis if len(axis) > 1 else next(iter(axis), None)
+
+
+def platform(mesh: Mesh | AbstractMesh) -> str | None:
+    """The platform of a mesh's devices, such as ``"tpu"``; None where devices are unknown or differ."""
+    device = mesh.abstract_mesh.abstract_device
+    return device and device.platform
 
 
 def varying_axes(x: jax.Array) -> frozenset:
